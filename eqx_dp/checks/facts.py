@@ -79,6 +79,7 @@ class Fact(NamedTuple):
         is_exact: whether the bounds are reached.
         over: mesh axes; this is a device's part of the sum over their devices.
         is_random: whether a public value contains random numbers, or a sum has some added.
+        is_past: whether it is the noise that a privatizer keeps for later steps, as it is.
         reason: why a value is private; a key of `marked.REASONS`.
         where: the source line of the reason.
     """
@@ -94,6 +95,7 @@ class Fact(NamedTuple):
     is_exact: bool = False
     over: frozenset[str] = frozenset()
     is_random: bool = False
+    is_past: bool = False
     reason: str = ""
     where: str = ""
 
@@ -102,6 +104,9 @@ class Fact(NamedTuple):
         """Whether it contains nothing private."""
         return self.kind is Kind.PUBLIC
 
+
+PAST = Fact(Kind.PRIVATE, is_past=True, reason="past")
+"""The fact about noise that a privatizer keeps: as secret as a key, and an operand of noise."""
 
 _LARGE = 1 << 20
 

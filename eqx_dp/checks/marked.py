@@ -21,7 +21,7 @@ from ..programs import (
     programs_of,
     written_in,
 )
-from .facts import Fact, Kind, Path, Ref, Term, made_of
+from .facts import PAST, Fact, Kind, Path, Ref, Term, made_of
 from .flow import Context, Flow
 from .keys import Key, Number, Use
 from .privacy_report import Finding
@@ -170,11 +170,13 @@ def noise(
     kept = pairs * (len(mark.correlation.strategy) - 1)
     counts = len(rest) - kept, len(equation.outvars) - (pairs if kept else 0)
     is_plain = is_as_marked(equation) and counts == (1 + mark.has_step, len(mark.leaves))
-    if not is_plain or any(not fact.is_public for fact in rest):
+    is_secret = [fact.is_past and i >= counts[0] for i, fact in enumerate(rest)]
+    if not is_plain or not all(x.is_public or its for x, its in zip(rest, is_secret, strict=True)):
         found = "noise is mapped (vmap), is another one on each device, or has a private key"
         advice = "Add noise in a plain call, on the sum of all devices, with a key that is secret."
         record.note(context, "fresh noise", found, advice, is_decided=False)
-        return [_lost(inputs, "noised", context.line)] * len(equation.outvars)
+        lost = [_lost(inputs, "noised", context.line)] * counts[1]
+        return lost + [PAST] * (len(equation.outvars) - counts[1])
     key = rest[0].key or Key(None)
     if mark.has_step:  # else the key must be for nothing else, and counts as it is
         key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
@@ -195,7 +197,7 @@ def noise(
         record.releases[used] = Release(
             rows, mark.stddev, mark.correlation, is_exact, loops, context
         )
-    return found + [Fact(is_random=True)] * (len(equation.outvars) - len(found))
+    return found + [PAST] * (len(equation.outvars) - len(found))
 
 
 def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> Fact:
@@ -216,6 +218,7 @@ REASONS = {
     "data": "private data is in it",
     "rows": "private data is in it",
     "kept": "private data of an earlier call is in it",
+    "past": "noise that a privatizer keeps is in it: anyone with that can subtract the noise",
     "nonlinear": "a clipped sum is in it, and something nonlinear came before any noise",
     "linear": "a clipped sum is in it, through something of which no bound is known",
     "unknown": "private data is in it, through something of which nothing is known",
@@ -230,7 +233,7 @@ REASONS = {
 }
 """Why a value is private."""
 
-DECIDED = ("data", "rows", "nonlinear", "kept", "steered")
+DECIDED = ("data", "rows", "nonlinear", "kept", "past", "steered")
 """Reasons for which what leaves is a violation."""
 
 

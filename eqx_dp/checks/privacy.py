@@ -16,7 +16,7 @@ from ..programs import users_line
 from ..shown import shown, some
 from ..trees import is_key
 from .arguments import Argument, arguments_of, arrays_in, next_arguments, traceable, under
-from .facts import Fact, Kind, Ref, key_bytes
+from .facts import PAST, Fact, Kind, Ref, key_bytes
 from .flow import Context
 from .keys import FIRST, Along, Key, Number
 from .privacy_flow import PrivacyFlow
@@ -101,6 +101,7 @@ undecided: rows move; draw in the loss, with its key |
 axes of the `psum` and devices have one model |
     | a key that a loop splits and carries | undecided: split before it, or fold a counter in |
     | a host function returns a value | undecided: it may depend on any data |
+    | noise that a privatizer keeps in its state | a violation, if it leaves in another way |
     | private data stays in the state | undecided, unless `kept` names it; a violation if the next \
 call's model is made of it |
     | noise in one of two branches | counts as if both branches ran |
@@ -159,32 +160,35 @@ call's model is made of it |
     is_kept = _named_by("kept", kept, names)
     returns = next_arguments(args, kwargs, results)
     # A result may be a state if it is inside a tree, and not one of several single results.
-    is_several = type(results) in (tuple, list)
-    in_state = [len(path) > 1 or not is_several for path, _ in leaves]
+    in_state = [len(path) > 1 or type(results) not in (tuple, list) for path, _ in leaves]
 
-    def followed(back: frozenset[int]) -> tuple[PrivacyFlow, list[Fact]]:
+    def followed(back: dict[int, Fact]) -> tuple[PrivacyFlow, list[Fact]]:
         facts = [
             _private(i, argument)
             if is_private[i] or has_rows[i]
-            else Fact(Kind.PRIVATE, reason="kept", where=f"argument {argument.names[-1]}")
-            if i in back
-            else _public(i, argument)
+            else back.get(i) or _public(i, argument)
             for i, argument in enumerate(arguments)
         ]
         flow = PrivacyFlow()
         line_of = functools.partial(users_line, within="check_privacy")
         return flow, flow.program(program, facts, Context(line_of=line_of))
 
-    def coming_back(found: list[Fact], which: list[bool]) -> frozenset[int]:
-        ways = zip(found, returns, which, strict=True)
-        return frozenset(i for x, at, is_meant in ways if is_meant and not x.is_public for i in at)
+    def coming_back(found: list[Fact], which: list[bool]) -> dict[int, Fact]:
+        """The facts about arguments that results come back as; those not known before."""
+        return {
+            i: PAST if x.reason == "past" else _kept(arguments[i])
+            for x, at, is_meant in zip(found, returns, which, strict=True)
+            if not x.is_public and (is_meant or x.reason == "past")
+            for i in at
+            if i not in back
+        }
 
-    back, (flow, found) = frozenset[int](), followed(frozenset())
-    while not (now := coming_back(found, is_kept)) <= back:
+    back, (flow, found) = dict[int, Fact](), followed({})
+    while now := coming_back(found, is_kept):
         back |= now
         flow, found = followed(back)
     # Returned values that are not named must not reach the model of the next call.
-    others = coming_back(found, [not one for one in is_disclosed]) - back
+    others = coming_back(found, [not one for one in is_disclosed])
     later = followed(back | others)[0].record.found if others else ()
     reaches = any(finding.rule == "release" for finding in later)
     lengths = {a.shape[0] for i, a in enumerate(arguments) if is_private[i] and a.shape}
@@ -204,6 +208,11 @@ def _private(i: int, argument: Argument) -> Fact:
     shape = argument.shape
     refs = tuple(Ref(shape[0], dim) if dim < 2 else None for dim in range(len(shape)))
     return Fact(Kind.PRIVATE, refs=refs, indexes=("as it is", i), reason="data")
+
+
+def _kept(argument: Argument) -> Fact:
+    """An argument that holds what an earlier call kept."""
+    return Fact(Kind.PRIVATE, reason="kept", where=f"argument {argument.names[-1]}")
 
 
 def _public(i: int, argument: Argument) -> Fact:

@@ -216,7 +216,7 @@ def _differs(fact: Fact, line: str) -> Fact:
 
 def _symbol(fact: Fact, name: Hashable, line: str) -> Fact:
     """The fact about a carry at the beginning of a turn, if it may change."""
-    return made_of([fact], "loop", line)._replace(
+    return (fact if fact.is_past else made_of([fact], "loop", line))._replace(
         number=Number(name) if fact.number and fact.number.is_one else None,
         key=fact.key and Key(name if fact.key.is_one else None, is_words=fact.key.is_words),
     )

@@ -117,7 +117,8 @@ def _leaving(step: TracedStep) -> list[Finding]:
     leaving = defaultdict[Finding, list[str]](list)
     for name, fact, returns, is_state, is_disclosed, is_kept in step.results:
         is_told = bool(step.record.found) and fact.reason in ("mixed", "noised")
-        if not (fact.is_public or is_disclosed or (is_kept and returns) or is_told):
+        is_secret = bool(returns) and (fact.is_past if fact.reason == "past" else is_kept)
+        if not (fact.is_public or is_disclosed or is_secret or is_told):
             stays = bool(returns) and is_state and not step.reaches_model
             leaving[_how(fact, stays)].append(name)
     return [
@@ -132,7 +133,7 @@ def _how(fact: Fact, stays: bool) -> Finding:
         how = "noise was drawn by hand, and the check cannot tell whether it is enough"
         return Finding("noise", how, where, _BY_HAND, is_decided=False)
     how = "a clipped sum is in it, without noise" if is_sum else REASONS[fact.reason]
-    advice = _LEAVE_OUT if fact.reason in ("data", "rows", "unknown") else _ADD_NOISE
+    advice = _LEAVE_OUT if fact.reason in ("data", "rows", "past", "unknown") else _ADD_NOISE
     is_decided = not stays and (is_sum or fact.reason in DECIDED)
     if stays:
         how, advice = f"{how}, and it stays in the state", _STAYS + advice

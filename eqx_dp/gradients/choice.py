@@ -25,9 +25,9 @@ uses. A microbatch reads the parameters twice, writes its sums, and adds them to
 | memory for a microbatch | 16 MiB less the sums, or two examples | 0.4 of the device's |
 
 The figures of the CPU are measured on two cores with 1 MiB of second-level cache each: formed
-gradients are written and read twice, and beyond a few MiB an example takes up to twice as long (weight
-norm CNN, flow, vision transformer), while models whose leaves are factored do not care (CNN, MLP).
-Those of others are data sheets'; nothing of them was measured.
+gradients are written and read twice, and beyond a few MiB an example takes up to twice as long
+(weight norm CNN, flow, vision transformer), while models whose leaves are factored do not care
+(CNN, MLP). Those of others are data sheets'; nothing of them was measured.
 """
 
 import math

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Generic, Self, SupportsFloat, TypedDict, Unpack, overload
 
-import dp_accounting
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,10 @@ from typing_extensions import TypeVar
 
 from ..losses import Loss1, Loss2
 from ..precision import Policy, agreed_policy, cast_parameters, stage
-from ..privacy import Sampling
+from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, Sampling, check_relation
 from ..programs import matmul_flops
 from ..sharding import ShardingRules, on_device
-from ..shown import function_name, shown
+from ..shown import function_name
 from ..trees import PyTree
 from .arguments import (
     METHODS,
@@ -36,8 +35,6 @@ from .clip import TracedLoss
 from .methods import clipped_sum
 from .program import Inputs, Options, activation_bytes, check_key, refuse_batch_norm, trace
 from .taps import find_uses
-
-NeighboringRelation = dp_accounting.NeighboringRelation
 
 Key = PRNGKeyArray | UInt32[Array, " words"]
 Mask = Bool[Array | np.ndarray, " batch"]
@@ -121,17 +118,8 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         Raises:
             ValueError: it is none of them.
         """
-        match neighboring_relation:
-            case NeighboringRelation.ADD_OR_REMOVE_ONE | NeighboringRelation.REPLACE_SPECIAL:
-                return self.l2_norm_bound
-            case NeighboringRelation.REPLACE_ONE:
-                return 2 * self.l2_norm_bound
-            case _:
-                allowed = ", ".join(relation.name for relation in NeighboringRelation)
-                raise ValueError(
-                    f"neighboring_relation must be one of dp_accounting.NeighboringRelation "
-                    f"({allowed}), found {shown(neighboring_relation)}."
-                )
+        check_relation(neighboring_relation)
+        return SENSITIVITY_OF_UNIT_NORM[neighboring_relation] * self.l2_norm_bound
 
     def of_samples(self, sampling: Sampling | None) -> Self:
         """The same function, for batches that are drawn in a given way.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..expected import function
 from ..losses import ClipNorms
 from ..paths import below
 from ..precision import JmpPolicy, Policy
@@ -109,10 +110,7 @@ def filter_clipped_sum(
         ValueError: as [`filter_clipped_grad`][]; here or at the call: `fun` is no function, or does
             not return floating-point arrays.
     """
-    if not callable(fun):
-        raise ValueError(
-            f"The first argument must be a function, fun(*example); found {shown(fun)}."
-        )
+    function("fun", fun, "fun(*example)")
     configuration = checked_configuration(
         l2_clip_norm, rescale_to_unit_norm, policy, sharding, normalize_by, microbatch_size
     )

@@ -3,6 +3,7 @@
 from . import sampling_kinds as sampling_kinds
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
 from .accounting import NeighboringRelation as NeighboringRelation
+from .accounting import check_relation as check_relation
 from .composition import Composition as Composition
 from .composition import compose as compose
 from .gaussian import can_certify as can_certify

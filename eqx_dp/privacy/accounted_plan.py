@@ -69,7 +69,7 @@ class AccountedPlan:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        self._mechanism(self.steps).check()
+        self.mechanism().check()
         rounding = self.steps * ROUNDING_DELTA
         if self._delta_left(self.steps) <= rounding:
             raise ValueError(
@@ -77,17 +77,6 @@ class AccountedPlan:
                 f"float64 may lose that much in {self.steps} steps ({ROUNDING_DELTA:g} a step). "
                 f"Found {self.delta:g}. Take a larger delta or fewer steps."
             )
-
-    def __repr__(self) -> str:
-        numbers = f"{self.steps}, {self.noise_multiplier!r}, {self.delta!r}"
-        relation = f"dp.NeighboringRelation.{self.neighboring_relation.name}"
-        named = {"sampling": self.sampling, "noise": self.noise, "unit": self.unit}
-        shown = {name: value for name, value in named.items() if value is not None}
-        if isinstance(self.sampling, Poisson):
-            del shown["sampling"]
-        more = "".join(f", {name}={value}" for name, value in shown.items())
-        first = self.sampling_prob if "sampling" not in shown else None
-        return f"PrivacyPlan({first}, {numbers}, {relation}{more})"
 
     @classmethod
     def calibrate(
@@ -132,7 +121,7 @@ class AccountedPlan:
                 f"epsilon {budget:g} is out of reach: finite precision alone is charged "
                 f"{PRECISION_EPSILON:g}. Take a larger epsilon."
             )
-        multiplier = draft._mechanism(draft.steps).least_noise(left, budget)
+        multiplier = draft.mechanism().least_noise(left, budget)
         return dataclasses.replace(draft, noise_multiplier=multiplier)
 
     def epsilon(self, steps: SupportsIndex | None = None) -> float:
@@ -151,7 +140,7 @@ class AccountedPlan:
             ValueError: If `steps` is not a whole number in that range.
         """
         taken = self._steps_taken(steps)
-        found = self._mechanism(taken).epsilon(self.noise_multiplier, self._delta_left(taken))
+        found = self.mechanism(taken).epsilon(self.noise_multiplier, self._delta_left(taken))
         return found + PRECISION_EPSILON if taken else 0.0
 
     def event(self, steps: SupportsIndex | None = None) -> dp_accounting.DpEvent:
@@ -170,7 +159,7 @@ class AccountedPlan:
         Raises:
             ValueError: As for `epsilon`.
         """
-        return self._mechanism(self._steps_taken(steps)).event(self.noise_multiplier)
+        return self.mechanism(steps).event(self.noise_multiplier)
 
     @property
     def charged(self) -> float:
@@ -179,31 +168,9 @@ class AccountedPlan:
         return self.delta - self._delta_left(self.steps) + rounding
 
     @property
-    def discretization(self) -> float | None:
-        """The width of the intervals in which dp_accounting should count privacy losses.
-
-        None where there is no privacy loss distribution.
-        """
-        return self._mechanism(self.steps).discretization(self.noise_multiplier)
-
-    @property
     def accounting_confidence(self) -> float:
         """The confidence in `epsilon`: 1, or 1 - 1e-6 where Monte Carlo accounts for the plan."""
-        return self._mechanism(self.steps).confidence
-
-    @property
-    def is_one_start(self) -> bool:
-        """Whether all steps must be taken by one start.
-
-        Accounting for `BallsInBins` and `MinSeparation` knows a run of one start alone: each start
-        draws the bins of examples anew.
-        """
-        return self._mechanism(self.steps).is_one_start
-
-    def counted(self, steps: int) -> int:
-        """The steps that a start of so many counts for: whole cycles, where sampling has cycles."""
-        cycle = self._mechanism(self.steps).cycle
-        return -(-steps // cycle) * cycle
+        return self.mechanism().confidence
 
     @property
     def _overflow_probability(self) -> float:
@@ -258,19 +225,16 @@ class AccountedPlan:
         """What is left of delta for accounting."""
         return self.delta * (1 - PRECISION_SHARE) - self._overflow_delta(steps)
 
-    def _mechanism(self, steps: int) -> Mechanism:
-        return Mechanism(self.sampling, self.noise, steps, self.neighboring_relation)
+    def mechanism(self, steps: SupportsIndex | None = None) -> Mechanism:
+        """The sampling and the noise of the first steps of the run, by default of all of them."""
+        taken = self._steps_taken(steps)
+        return Mechanism(self.sampling, self.noise, taken, self.neighboring_relation)
 
     def _steps_taken(self, steps: SupportsIndex | None) -> int:
         if steps is None:
             return self.steps
-        return whole_number(
-            "steps",
-            steps,
-            least=0,
-            most=self.steps,
-            advice=" For a longer run make a new plan, before the run starts.",
-        )
+        advice = " For a longer run make a new plan, before the run starts."
+        return whole_number("steps", steps, least=0, most=self.steps, advice=advice)
 
 
 def _kind(sampling_prob: SupportsFloat | None, sampling: Kind | None) -> Kind:

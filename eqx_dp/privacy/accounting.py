@@ -94,20 +94,11 @@ def epsilon_at(run: Run, noise_multiplier: float, left: float, interval: float) 
     if left <= 0 or interval > WIDEST_INTERVAL:
         return math.inf
     if run.sampling_prob == 1:
-        return float(unsampled(run, noise_multiplier, interval).get_epsilon(left))
-    return float(composed(run, noise_multiplier, interval).get_epsilon_for_delta(left))
-
-
-def unsampled(run: Run, noise_multiplier: float, interval: float) -> PLDAccountant:
-    """An accountant of all steps."""
-    accountant = PLDAccountant(run.relation, value_discretization_interval=interval)
-    return accountant.compose(event_of(run, noise_multiplier))
-
-
-def composed(run: Run, noise_multiplier: float, interval: float) -> pld.PrivacyLossDistribution:
-    """Privacy losses of all steps of a run that samples."""
+        accountant = PLDAccountant(run.relation, value_discretization_interval=interval)
+        return float(accountant.compose(event_of(run, noise_multiplier)).get_epsilon(left))
     losses = _losses_of_step(run._replace(steps=1), noise_multiplier, interval)
-    return pld.identity(interval).compose(losses.self_compose(run.steps))
+    of_run = pld.identity(interval).compose(losses.self_compose(run.steps))
+    return float(of_run.get_epsilon_for_delta(left))
 
 
 def delta_left(run: Run, delta: float) -> float:

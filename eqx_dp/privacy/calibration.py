@@ -17,11 +17,11 @@ _COARSE = 30.0
 _ZERO, _INFINITE = -700.0, 700.0
 
 
-def least_noise(run: Run, delta: float, budget: float) -> float:
-    """The least noise multiplier, to 1e-4 of it, that keeps a run within a budget of epsilon.
+def least_noise_of(run: Run, delta: float, budget: float) -> float:
+    """The least noise multiplier that keeps a run within a budget of epsilon, to 1e-4 of it.
 
-    It is searched at a coarse discretization first, by bisection and secants (Brent 1973). The
-    result keeps to the budget at the plan's own discretization.
+    (To 5e-3 of it where delta is close to what float64 may lose: rounding makes epsilon jump up and
+    down there.) The result keeps to the budget at the plan's own discretization.
     """
 
     def roughly(noise: float) -> float:
@@ -29,27 +29,28 @@ def least_noise(run: Run, delta: float, budget: float) -> float:
         wide = max(own, min(_COARSE * own, budget / 50))
         return epsilon_at(run, noise, delta_left(run, delta), wide)
 
-    def exactly(noise: float) -> float:
-        return epsilon_of(run, noise, delta)
-
-    exceeds = functools.partial(_excess, exactly, budget)
-    # If delta is close to what float64 may lose, rounding makes epsilon jump up and down.
     tolerance = 1e-4 if delta_left(run, delta) > 0.9 * delta else 5e-3
-    guess = math.log(_guess(run, delta, budget))
-    rough = _root(functools.partial(_excess, roughly, budget), guess, 1e-3, budget)
-    best = _root(exceeds, rough, tolerance / 2, budget)
+    return least_noise(lambda noise: epsilon_of(run, noise, delta), budget, tolerance, roughly)
+
+
+def least_noise(
+    epsilon: Callable[[float], float],
+    budget: float,
+    tolerance: float,
+    roughly: Callable[[float], float] | None = None,
+) -> float:
+    """The least noise multiplier that keeps to a budget, to a tolerance, by any falling function.
+
+    It is searched by bisection and secants (Brent 1973), first by a rough epsilon if there is one.
+    """
+    exceeds = functools.partial(_excess, epsilon, budget)
+    best = 0.0
+    if roughly is not None:
+        best = _root(functools.partial(_excess, roughly, budget), best, 1e-3, budget)
+    best = _root(exceeds, best, tolerance / 2, budget)
     while exceeds(best) > 0:
         best += tolerance / 2
     return max(math.exp(best), LEAST_NOISE)
-
-
-def least_noise_by(epsilon: Callable[[float], float], budget: float) -> float:
-    """The least noise multiplier, to 1e-3 of it, by any falling function of it."""
-    exceeds = functools.partial(_excess, epsilon, budget)
-    best = _root(exceeds, 0.0, 5e-4, budget)
-    while exceeds(best) > 0:
-        best += 5e-4
-    return math.exp(best)
 
 
 def _excess(epsilon: Callable[[float], float], budget: float, log_noise: float) -> float:
@@ -64,7 +65,7 @@ def _root(
 ) -> float:
     """The root of a falling function of the logarithm of the noise multiplier."""
     excess = functools.cache(function)
-    low = high = min(max(start, _LEAST), _MOST)
+    low = high = start
     # Epsilon falls about as fast as noise grows, or faster, so this reaches beyond the root.
     step = min(max(1.1 * abs(excess(low)), tolerance), 2.0)
     while excess(high) > 0:
@@ -83,13 +84,3 @@ def _root(
             )
         low, high, step = max(low - step, _LEAST), low, 2 * step
     return float(cast(Any, optimize).brentq(excess, low, high, xtol=tolerance))
-
-
-def _guess(run: Run, delta: float, budget: float) -> float:
-    """The noise multiplier if losses were normally distributed, by their variance."""
-    z = math.sqrt(2 * math.log(1.25 / delta))
-    # The noise multiplier of one Gaussian mechanism (Dwork and Roth 2014, appendix A), inverted.
-    mu = 2 * budget / (z + math.sqrt(z**2 + 2 * budget))
-    # The variance of a loss is about sampling_prob^2 (exp(1 / noise_multiplier^2) - 1).
-    deviation = min(max(mu / run.sampling_prob, 1e-100), 1e100)
-    return 1 / math.sqrt(math.log1p(deviation**2 / run.steps))

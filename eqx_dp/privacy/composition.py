@@ -14,7 +14,7 @@ from .plan import PrivacyPlan
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """Several plans under one epsilon, made by `compose` or `plan.and_then`.
+    """Several plans under one epsilon, made by `compose`.
 
     Each plan's sampler and privatizer are used as without the others: training by one plan, a mean
     of features by another, a quantile or an evaluation by a third (`filter_clipped_sum`).
@@ -45,7 +45,7 @@ class Composition:
                 f"precision of these plans may cost; found {self.delta:g}."
             )
         for plan in self.plans:
-            if plan.discretization is None:
+            if plan.mechanism().reduced() is None:
                 raise ValueError(
                     f"plans of {type(plan.sampling).__name__} have no privacy loss distribution, "
                     "and cannot be composed. Take Poisson or CyclicPoisson."
@@ -64,9 +64,9 @@ class Composition:
         """Epsilon of all releases together, at `delta`; infinite if one has no noise."""
         if any(plan.noise_multiplier == 0 for plan in self.plans):
             return math.inf
-        interval = max(plan.discretization or 0.0 for plan in self.plans)
+        intervals = [x.mechanism().discretization(x.noise_multiplier) or 0.0 for x in self.plans]
         relation = self.plans[0].neighboring_relation
-        accountant = PLDAccountant(relation, value_discretization_interval=interval)
+        accountant = PLDAccountant(relation, value_discretization_interval=max(intervals))
         found = float(accountant.compose(self.event()).get_epsilon(self._left))
         return found + len(self.plans) * PRECISION_EPSILON
 

@@ -91,9 +91,7 @@ def with_certified_noise(
         counted = jnp.asarray(step).astype(jnp.uint32)
         results: dict[int, Any] = {}
         drawn: dict[int, Any] = {}
-        taken_back: list[Any] = [
-            jnp.zeros(leaf.gradient.shape, jnp.float64) if past else None for leaf in leaves
-        ]
+        taken_back = [jnp.zeros(leaf.gradient.shape, jnp.float64) for leaf in leaves if past]
         for weight, noise in zip(correlation.strategy[1:], past, strict=True):
             taken_back = [
                 total - weight * (high.astype(jnp.float64) + low)

@@ -11,9 +11,10 @@ from dp_accounting.rdp import RdpAccountant
 
 from . import monte_carlo
 from .accounting import LEAST_NOISE, Run, discretization, epsilon_of, event_of
-from .calibration import least_noise, least_noise_by
+from .calibration import least_noise, least_noise_of
 from .sampling_kinds import (
     BallsInBins,
+    Bins,
     CyclicPoisson,
     FixedSize,
     Kind,
@@ -25,7 +26,7 @@ from .strategies import Banded
 
 
 class Mechanism(NamedTuple):
-    """So many steps of a run.
+    """The sampling and the noise of so many steps of a run, and what they cost.
 
     | sampling | noise | accounted for |
     |---|---|---|
@@ -48,28 +49,27 @@ class Mechanism(NamedTuple):
     steps: int
     relation: NeighboringRelation
 
-    @property
-    def cycle(self) -> int:
-        """Steps are counted in multiples of this: a cycle that was begun counts as a whole."""
+    def counted(self, steps: int) -> int:
+        """The steps that a start of so many counts for: a cycle that was begun, as a whole."""
         match self.sampling:
             case CyclicPoisson(cycle=cycle) | RandomAllocation(cycle=cycle):
-                return cycle
+                return -(-steps // cycle) * cycle
             case _:
-                return 1
+                return steps
 
     @property
     def is_one_start(self) -> bool:
-        """Whether accounting knows a run of one start alone.
+        """Whether all steps must be taken by one start.
 
-        Examples keep a bin, or a distance, over the whole run; another start draws others.
+        Examples keep a bin, or a distance, over the whole run; another start draws others. So
+        accounting knows a run of one start alone.
         """
         return isinstance(self.sampling, BallsInBins | MinSeparation)
 
     @property
     def confidence(self) -> float:
         """In `epsilon`: below 1 where it comes from random draws."""
-        is_drawn = self.is_one_start or isinstance(self.sampling, RandomAllocation)
-        return monte_carlo.CONFIDENCE if is_drawn else 1.0
+        return monte_carlo.CONFIDENCE if isinstance(self.sampling, Bins | MinSeparation) else 1.0
 
     def check(self) -> None:
         """Raises a ValueError unless something accounts for sampling and noise together."""
@@ -81,11 +81,10 @@ class Mechanism(NamedTuple):
                 "steps that follow each other, and how much of its noise is taken back is not "
                 "bounded. Take dp.sampling.CyclicPoisson, BallsInBins or MinSeparation."
             )
-        if self.steps % self.cycle:
+        if (whole := self.counted(self.steps)) != self.steps:
             raise ValueError(
-                f"steps must be a multiple of the cycle of {name}, {self.cycle}: a cycle that was "
-                f"begun counts as a whole. Found {self.steps}; take "
-                f"{-(-self.steps // self.cycle) * self.cycle}."
+                f"steps must be a multiple of the cycle of {sampling}: a cycle that was begun "
+                f"counts as a whole. Found {self.steps}; take {whole}."
             )
         is_replaced = self.relation is NeighboringRelation.REPLACE_ONE
         if isinstance(sampling, FixedSize) != is_replaced and not isinstance(
@@ -164,5 +163,5 @@ class Mechanism(NamedTuple):
     def least_noise(self, delta: float, budget: float) -> float:
         """The least noise multiplier that keeps to a budget of epsilon: see `calibrate`."""
         if (reduced := self.reduced()) is not None:
-            return least_noise(reduced[0], delta, budget) / reduced[1]
-        return least_noise_by(functools.partial(self.epsilon, delta=delta), budget)
+            return least_noise_of(reduced[0], delta, budget) / reduced[1]
+        return least_noise(functools.partial(self.epsilon, delta=delta), budget, 1e-3)

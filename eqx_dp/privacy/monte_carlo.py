@@ -31,7 +31,7 @@ from jaxtyping import Float64
 from scipy import signal, special
 
 from ..extras import extra
-from .sampling_kinds import BallsInBins, Kind, MinSeparation, RandomAllocation
+from .sampling_kinds import Bins, Kind, MinSeparation
 
 CONFIDENCE = 1 - 1e-6
 """With which an epsilon by Monte Carlo is an upper bound."""
@@ -165,12 +165,12 @@ def _least(suffices: Callable[[float], bool], low: float, high: float) -> float:
 
 def _losses(kind: Kind, column: Column, steps: int) -> tuple[Draw, int]:
     """Losses of a run whose noise has a standard deviation of 1, and normal numbers in each."""
-    if isinstance(kind, (BallsInBins, RandomAllocation)) and len(column) == 1:
+    if isinstance(kind, Bins) and len(column) == 1:
         # Modes are orthogonal. More steps than there are, up to a whole cycle, only cost more.
         cycles = -(-steps // kind.cycle)
-        together, parts = (cycles, 1) if isinstance(kind, BallsInBins) else (1, cycles)
+        together, parts = (1, cycles) if kind.are_drawn_anew else (cycles, 1)
         return _of_bins(np.full(kind.cycle, column[0] ** 2 * together), parts)
-    if isinstance(kind, BallsInBins):
+    if isinstance(kind, Bins) and not kind.are_drawn_anew:
         return _of_bins(_gram(column, kind.cycle, steps), 1)
     if isinstance(kind, MinSeparation) and len(column) <= kind.separation:
         return _of_min_separation(kind, column, steps), steps

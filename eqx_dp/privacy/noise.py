@@ -17,6 +17,7 @@ from ..paths import dotted
 from ..precision import JmpPolicy, Policy, checked_policy
 from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
+from ..shown import shapes
 from ..trees import PyTree
 from .gaussian import Leaf, Past, is_wide, with_certified_noise, with_noise_of_jax
 from .keys import (
@@ -153,7 +154,9 @@ def gaussian_privatizer(
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
     scale = static_stddev(stddev)
-    known = Banded() if correlation is None else _checked(correlation)
+    allowed = "a dp.Banded, or None for independent noise"
+    expect("correlation", correlation, (Banded, type(None)), allowed)
+    known = correlation or Banded()
     root = None if key is None else single_key(key)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
@@ -286,6 +289,13 @@ def _noisy(
     _check_distinct(paths)
     gradients = [checked_gradient(leaf, path, how.policy) for path, leaf in leaves]
 
+    if past and [x.shape for x in gradients] != [high.shape for high, _ in past[0]]:
+        raise ValueError(
+            "the updates have another tree than the params that init was given: "
+            f"{shapes(gradients)} here, and noise of {shapes([high for high, _ in past[0]])} is "
+            "kept. Give init and update one tree, as optimizer.init(grad_fn.trainable(model))."
+        )
+
     def words(text: str) -> tuple[int, ...]:
         return tuple(words_of(text).tolist())
 
@@ -344,11 +354,6 @@ def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | Non
     return tuple(
         [(zeros(path, x), zeros(path, x)) for path, x in leaves] for _ in correlation.strategy[1:]
     )
-
-
-def _checked(correlation: object) -> Banded:
-    expect("correlation", correlation, Banded, "a dp.Banded, or None for independent noise")
-    return cast(Banded, correlation)
 
 
 def _check_distinct(paths: Sequence[tuple[Any, ...]]) -> None:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import math
-from typing import Any, SupportsFloat, SupportsIndex, cast
+from typing import Any, SupportsFloat, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -250,10 +250,7 @@ class Sampler:
             ValueError: As for `batch`; if there is no source, or a source holds something other
                 than arrays, or another number of examples than `num_examples`.
         """
-        if not sources:
-            raise ValueError("take needs at least one source of examples behind the step.")
-        for position, source in enumerate(sources):
-            _check_source(source, f"source {position}", self.num_examples)
+        check_sources(sources, self.num_examples)
         indices, is_padding_example = self.batch(step)
         examples = tuple(_drawn_from(source, indices, is_padding_example) for source in sources)
         return examples, is_padding_example
@@ -314,14 +311,8 @@ class PoissonSampler(Sampler):
     Args:
         num_examples: How many examples the data set holds, from 1 to 2**53.
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
-        seed: This and what follows as for `Sampler`.
-        pad_to: See there.
-        steps: See there.
-        hosts: See there.
-        host: See there.
-        overflow_probability: See there.
-        devices: See there.
-        shared: See there.
+        **options: As for `Sampler`: `seed`, `pad_to`, `steps`, `hosts`, `host`,
+            `overflow_probability`, `devices`, `shared`.
 
     Raises:
         ValueError: If an argument has the wrong type or is out of its range.
@@ -330,48 +321,35 @@ class PoissonSampler(Sampler):
     kind: Kind = dataclasses.field(init=False, repr=False)
     sampling_prob: float
 
-    def __init__(
-        self,
-        num_examples: SupportsIndex,
-        sampling_prob: SupportsFloat,
-        *,
-        seed: Secret | None = None,
-        pad_to: SupportsIndex = 1,
-        steps: SupportsIndex | None = None,
-        hosts: SupportsIndex = 1,
-        host: SupportsIndex = 0,
-        overflow_probability: SupportsFloat = OVERFLOW_PROBABILITY,
-        devices: SupportsIndex = 1,
-        shared: bool = False,
-    ):
-        options = {"seed": seed, "pad_to": pad_to, "steps": steps, "hosts": hosts, "host": host}
-        options |= {"overflow_probability": overflow_probability}
-        options |= {"devices": devices, "shared": shared}
+    def __init__(self, num_examples: SupportsIndex, sampling_prob: SupportsFloat, **options: Any):
         prob = sampling_probability(sampling_prob)
         object.__setattr__(self, "sampling_prob", prob)
-        super().__init__(num_examples, Poisson(prob), **cast(Any, options))
+        super().__init__(num_examples, Poisson(prob), **options)
 
 
-def _check_source(source: PyTree[Any], name: str, num_examples: int) -> None:
-    """Raises a ValueError unless a source is arrays with that many examples in front."""
-    leaves = jax.tree_util.tree_leaves_with_path(source)
-    if not leaves:
-        raise ValueError(
-            f"{name} holds no arrays. Give arrays with the examples along their leading axis."
-        )
-    for path, leaf in leaves:
-        where = below(name, path)
-        if not isinstance(leaf, (np.ndarray, jax.Array)):
+def check_sources(sources: tuple[PyTree[Any], ...], length: int) -> None:
+    """Raises a ValueError unless each source is arrays that are so long."""
+    if not sources:
+        raise ValueError("take needs at least one source of examples behind the step.")
+    for position, source in enumerate(sources):
+        leaves = jax.tree_util.tree_leaves_with_path(source)
+        if not leaves:
             raise ValueError(
-                f"{where} is a {type(leaf).__name__}, not an array: give numpy or JAX arrays with "
-                "the examples along their leading axis (np.asarray)."
+                f"source {position} holds no arrays. Give arrays with the examples along their "
+                "leading axis."
             )
-        if leaf.ndim == 0 or leaf.shape[0] != num_examples:
-            raise ValueError(
-                f"{where} has shape {leaf.shape}, and the sampler draws from {num_examples} "
-                "examples, which have to be along its leading axis: give the whole data set that "
-                "the sampler is for."
-            )
+        for path, leaf in leaves:
+            where = below(f"source {position}", path)
+            if not isinstance(leaf, (np.ndarray, jax.Array)):
+                raise ValueError(
+                    f"{where} is a {type(leaf).__name__}, not an array: give numpy or JAX arrays "
+                    "with the examples along their leading axis (np.asarray)."
+                )
+            if leaf.ndim == 0 or leaf.shape[0] != length:
+                raise ValueError(
+                    f"{where} has shape {leaf.shape}, and the data set has {length} examples (with "
+                    "users, rows), which have to be along its leading axis: give all of it."
+                )
 
 
 def _drawn_from(

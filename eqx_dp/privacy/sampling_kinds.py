@@ -9,14 +9,14 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 from scipy import stats
 
-from ..expected import expect, real_number, whole_number
+from ..expected import real_number, whole_number
 from .sample_size import binomial
 
 Numbers = Callable[[tuple[str, ...], int], UInt64[np.ndarray, "count"]]
@@ -32,14 +32,15 @@ _REMEMBERED = 64  # steps, for threads that do not ask in order
 _AT_ONCE = 2**20  # numbers
 
 
+@dataclasses.dataclass(frozen=True)
 class Kind:
     """What all kinds of sampling have; a kind is one of the other classes of this module."""
 
-    extra_slots: int = 1
+    extra_slots: ClassVar[int] = 1
     """Slots beyond those that a step overflows with the allowed probability (`overflow.md`)."""
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(cast(Any, self)).items():
+        for name, value in dataclasses.asdict(self).items():
             if name == "sampling_prob":
                 checked = sampling_probability(value)
             else:
@@ -83,9 +84,9 @@ class Kind:
         """Raises a ValueError if the kind is for a data set of another size."""
 
     def fields(self) -> dict[str, Any]:
-        """The name of the kind and its arguments, for JSON. `from_fields` reads them back."""
-        name = next(name for name, kind in _KINDS.items() if kind is type(self))
-        return {"kind": name} | dataclasses.asdict(cast(Any, self))
+        """The name of the kind and its arguments, for JSON."""
+        name = next(name for name, kind in KINDS.items() if kind is type(self))
+        return {"kind": name} | dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +238,25 @@ class FixedSize(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class BallsInBins(Kind):
+class Bins(Kind):
+    """Each example is in one of `cycle` bins; step t takes all examples of bin t mod `cycle`."""
+
+    cycle: int
+    are_drawn_anew: ClassVar[bool] = False
+    """Whether each cycle has bins of its own."""
+
+    @property
+    def step_prob(self) -> float:
+        """1 / `cycle`."""
+        return 1 / self.cycle
+
+    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
+        """See `Kind`."""
+        in_bin = _bins(num_examples, self.cycle, numbers)
+        return lambda step: in_bin(step, step // self.cycle if self.are_drawn_anew else 0)
+
+
+class BallsInBins(Bins):
     """Each example draws one of `cycle` bins once; step t takes all examples of bin t mod `cycle`.
 
     So each example takes part once in every `cycle` steps, in the same place of each cycle. It buys
@@ -259,21 +278,8 @@ class BallsInBins(Kind):
         ValueError: If it has the wrong type or is out of its range.
     """
 
-    cycle: int
 
-    @property
-    def step_prob(self) -> float:
-        """1 / `cycle`."""
-        return 1 / self.cycle
-
-    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
-        """See `Kind`."""
-        in_bin = _bins(num_examples, self.cycle, numbers)
-        return lambda step: in_bin(step, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomAllocation(Kind):
+class RandomAllocation(Bins):
     """As `BallsInBins`, but every `cycle` steps all examples draw their bins anew.
 
     Each example takes part once in each cycle, in a place that is drawn for each cycle. It buys
@@ -295,17 +301,7 @@ class RandomAllocation(Kind):
         ValueError: If it has the wrong type or is out of its range.
     """
 
-    cycle: int
-
-    @property
-    def step_prob(self) -> float:
-        """1 / `cycle`."""
-        return 1 / self.cycle
-
-    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
-        """See `Kind`."""
-        in_bin = _bins(num_examples, self.cycle, numbers)
-        return lambda step: in_bin(step, step // self.cycle)
+    are_drawn_anew = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,7 +370,7 @@ class MinSeparation(Kind):
         return np.clip(waits, 0, self.separation - 1).astype(np.int64)
 
 
-_KINDS: dict[str, type[Kind]] = {
+KINDS: dict[str, type[Kind]] = {
     "poisson": Poisson,
     "cyclic_poisson": CyclicPoisson,
     "fixed_size": FixedSize,
@@ -382,24 +378,6 @@ _KINDS: dict[str, type[Kind]] = {
     "random_allocation": RandomAllocation,
     "min_separation": MinSeparation,
 }
-
-
-def from_fields(fields: object) -> Kind:
-    """The kind that `Kind.fields` has written.
-
-    Raises:
-        ValueError: If the name is unknown, an argument is missing or unknown, or it is refused as
-            for the kind itself.
-    """
-    expect("sampling", fields, Mapping, 'an object such as {"kind": "balls_in_bins", "cycle": 8}')
-    arguments = dict(cast("Mapping[str, Any]", fields))
-    try:
-        return _KINDS[arguments.pop("kind")](**arguments)
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"sampling must have a kind of {', '.join(_KINDS)}, and the arguments of that; found "
-            f"{dict(cast('Mapping[str, Any]', fields))}."
-        ) from error
 
 
 def _poisson(total: int, prob: float, numbers: Numbers, step: int) -> Places:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float64
 from scipy import optimize, signal
 
-from ..expected import real_number, whole_number
+from ..expected import entries, real_number, whole_number
 from ..extras import extra
 
 _MOST_BANDS = 64
@@ -199,7 +199,8 @@ def _column(
 def _weights(name: str, given: Sequence[SupportsFloat], sign: int) -> tuple[float, ...]:
     allowed = "at most 0" if sign < 0 else "at least 0"
     found = tuple(
-        real_number(f"{name}[{i}]", x, math.isfinite, allowed) for i, x in enumerate(given)
+        real_number(f"{name}[{i}]", x, math.isfinite, allowed)
+        for i, x in enumerate(entries(name, given, "numbers"))
     )
     if (
         not 1 <= len(found) <= _MOST_BANDS

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int64
 
 from ..expected import expect, function, whole_number
-from ..paths import below
 from ..shown import shown
 from ..trees import PyTree
 from .keys import digest
-from .sampling import Sampler
+from .sampling import Sampler, check_sources
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Users:
             object.__setattr__(self, name, value)
 
     def fields(self) -> dict[str, Any]:
-        """What a plan's JSON says of it; `users_from` reads it back."""
+        """What a plan's JSON says of it."""
         return {"kind": "users", "per_step": self.per_step}
 
     @property
@@ -184,12 +183,7 @@ class Users:
                 number of rows.
         """
         rows, is_padding_row, is_padding_example = self.rows(sampler, step)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(sources):
-            if not isinstance(leaf, (np.ndarray, jax.Array)) or leaf.shape[:1] != (self.num_rows,):
-                raise ValueError(
-                    f"{below('sources', path)} must be an array with the {self.num_rows} rows of "
-                    f"user_of_example along its leading axis; found {shown(leaf)}."
-                )
+        check_sources(sources, self.num_rows)
         taken = jax.tree.map(lambda leaf: leaf[rows], sources)
         return (*taken, is_padding_row), is_padding_example
 
@@ -204,13 +198,6 @@ class Users:
         users = np.asarray(self.user_of_example)
         order = np.argsort(users, kind="stable")
         return order, np.searchsorted(users[order], np.arange(self.num_users + 1))
-
-
-def users_from(found: Any) -> Users:
-    """Reads what `Users.fields` wrote; a ValueError for anything else."""
-    if not isinstance(found, dict) or found.keys() != {"kind", "per_step"}:
-        raise ValueError(f"unit must be an object of kind and per_step; found {found!r}.")
-    return Users(None, cast(dict[str, Any], found)["per_step"])
 
 
 def _checked_users(users: Any, num_users: int | None) -> Int64[np.ndarray, " rows"]:

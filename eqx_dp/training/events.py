@@ -85,7 +85,13 @@ class EpsilonAhead:
         self._coming: dict[int, Future[float]] = {}
 
     def of(self, step: int) -> float:
-        """Epsilon of the first `step` steps."""
+        """Epsilon of the first `step` steps.
+
+        Where Monte Carlo accounts for the plan it is that of all of the plan's steps, which is
+        more: each number of steps may take a minute, and this one is computed once.
+        """
+        if self._plan.accounting_confidence < 1:
+            return self._plan.epsilon()
         coming = step
         for _ in range(3):  # this one, and the next two
             if coming not in self._coming:

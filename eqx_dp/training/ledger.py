@@ -116,6 +116,7 @@ def statement(
         "version": _VERSION,
         "epsilon": epsilon if math.isfinite(epsilon) else str(epsilon),
         "delta": plan.delta,
+        "accounting_confidence": plan.accounting_confidence,
         "steps_released": steps,
         "plan": json.loads(plan.to_json()),
         "num_examples": starts[-1]["num_examples"],
@@ -195,7 +196,7 @@ class Ledger(Tally):
             | {"platform": jax.default_backend(), "devices": jax.device_count()}
             | {"hosts": jax.process_count()},
         }
-        self._known: dict[str, int] = {}
+        self._known, self._counted = dict[str, int](), step.plan.mechanism().counted
         self.others, self.start, _ = from_first_host(self._read_others)
         self._entry["start"] = self.start
 
@@ -278,8 +279,8 @@ class Ledger(Tally):
         try:
             self._write(self.taken + steps)
             others, _, is_repeated = self._read_others()
-            excess = others + self._plan.counted(self.taken + steps) - self._plan.steps
-            is_second = self._plan.is_one_start and others > 0
+            excess = others + self._counted(self.taken + steps) - self._plan.steps
+            is_second = self._plan.mechanism().is_one_start and others > 0
             if excess <= 0 and not is_repeated and not is_second:
                 self._state(epsilon)
                 return others
@@ -306,7 +307,7 @@ class Ledger(Tally):
         )
 
     def _write(self, steps: int, *, ended: bool = False) -> None:
-        self._entry |= {"steps": self._plan.counted(steps), "ended": ended}
+        self._entry |= {"steps": self._counted(steps), "ended": ended}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._file, self._entry)
 

@@ -92,7 +92,8 @@ class Loop(Generic[Model]):
                 if self.checkpoints is not None:
                     self.is_saved &= self.checkpoints.wait()
                 if jax.process_count() == 1 or sys.exc_info()[0] is None:
-                    tally.end(epsilons.of)  # otherwise other hosts may have taken more steps
+                    # Otherwise other hosts may have taken more steps. A signal leaves little time.
+                    tally.end(epsilons.of if self.signal.is_asked else step.plan.epsilon)
         if self.checkpoints is not None and (self.signal.is_asked or self.signal.asked):
             self._leave(self.checkpoints)
         return state

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, SupportsIndex, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 
 from ..expected import expect, flag, function, real_number
@@ -17,7 +18,7 @@ from ..losses import ClipNorms
 from ..precision import JmpPolicy, Policy
 from ..privacy import PrivacyPlan, Secret, checked_secret, warn_of_small
 from ..sharding import ShardingRules
-from .adaptive import with_clip_norm
+from .state import AdaptiveState
 from .step import Step
 
 Model = TypeVar("Model")
@@ -154,7 +155,11 @@ def make_step(
 def _adapted(
     optimizer: optax.GradientTransformation, plan: PrivacyPlan, l2_clip_norm: Any
 ) -> optax.GradientTransformation:
-    """The optimizer; with a clip norm in its state, if that follows a quantile."""
+    """The optimizer; with a clip norm in its state, if that follows a quantile.
+
+    Then it is for a sum `(gradients, count)`, divided by the expected batch size, whose count moves
+    the clip norm.
+    """
     if not isinstance(l2_clip_norm, Quantile):
         return optimizer
     if plan.noise is not None:
@@ -163,7 +168,17 @@ def _adapted(
             "takes back has another scale than it was added with. Take a fixed clip norm, "
             "dp.clipping.AutoS(), or a plan of independent noise."
         )
-    return with_clip_norm(optimizer, l2_clip_norm)
+
+    def init(params: optax.Params) -> Any:
+        return AdaptiveState(jnp.float32(l2_clip_norm.clip_norm), optimizer.init(params))
+
+    def update(updates: Any, state: Any, params: optax.Params | None = None) -> tuple[Any, Any]:
+        grads, count = updates
+        clip_norm = l2_clip_norm.next(state.clip_norm, count)
+        grads, inner = optimizer.update(grads, state.optimizer, params)
+        return grads, AdaptiveState(clip_norm, inner)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _refuse_noise(optimizer: optax.GradientTransformation) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..paths import below
 from ..precision import Policy
@@ -42,6 +42,18 @@ class OptState(NamedTuple):
         return f"{type(self).__name__}(<secret>)"
 
     __pdoc__, __reduce__ = printed_without_key, refuse_to_pickle
+
+
+class AdaptiveState(NamedTuple):
+    """The optimizer's state, with a clip norm that follows a quantile of norms.
+
+    Attributes:
+        clip_norm: of the next step; it follows from releases, so it is public.
+        optimizer: the state of the optimizer.
+    """
+
+    clip_norm: Float[Array, ""]
+    optimizer: PyTree[Any]
 
 
 class TrainState(eqx.Module, Generic[Model]):

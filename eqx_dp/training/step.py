@@ -33,10 +33,9 @@ from ..privacy import (
 from ..shown import function_name
 from ..trees import PyTree, is_array_or_shape
 from ..updates import stored_state, widened
-from .adaptive import AdaptiveState
 from .dispatch import Carry, Dispatch, FlatState
 from .first_state import Body, FirstModel, Recipe
-from .state import OptState, TrainState, is_gone, moved, refuse_used_up, strong
+from .state import AdaptiveState, OptState, TrainState, is_gone, moved, refuse_used_up, strong
 
 Model = TypeVar("Model")
 Mask = Bool[Array | np.ndarray, " batch"]
@@ -180,7 +179,7 @@ class Step(Generic[Model]):
         # Put where the model is: else the first step would be compiled by itself.
         small = (noise, jnp.asarray(steps, jnp.int32), key_from_secret(secret, "step"))
         noise, count, key = jax.device_put(small, where)
-        if self.plan.noise is not None:
+        if self._noise is not None and self.plan.noise is not None:
             params = eqx.filter_eval_shape(self.grad_fn.trainable, body.model)
             noise = noise._replace(past=no_past(params, self.plan.noise, rules))
         return TrainState(body.model, OptState(noise, body.opt_state, body.average, key), count)
@@ -267,7 +266,7 @@ class Step(Generic[Model]):
 
         loss = self.grad_fn.__wrapped__
         has_key, _ = takes_key(loss, 1 + len(batch))
-        _check_arguments(loss, batch, mask, has_key)
+        _check_arguments(loss, batch, has_key)
         key = key_for("loss") if has_key else None
         noise_state, opt_state, average, root = state.opt_state
         clip_norm = opt_state.clip_norm if isinstance(opt_state, AdaptiveState) else None
@@ -310,15 +309,9 @@ class Step(Generic[Model]):
 
 
 def _check_arguments(
-    loss: Callable[..., Any], batch: tuple[PyTree[Any], ...], mask: Any, has_key: bool
+    loss: Callable[..., Any], batch: tuple[PyTree[Any], ...], has_key: bool
 ) -> None:
-    """Raises a ValueError unless there is a mask, and the loss takes so many arguments."""
-    if mask is None:
-        raise ValueError(
-            "is_padding_example is None: padding slots would count as examples. Pass "
-            "on the mask that sampler.take or sampler.batch returns; for a batch without padding, "
-            "np.zeros(length, bool)."
-        )
+    """Raises a ValueError unless the loss takes so many arguments."""
     try:
         inspect.signature(loss).bind(None, *batch, **({"key": None} if has_key else {}))
     except TypeError as error:

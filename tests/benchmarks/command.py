@@ -46,11 +46,11 @@ TITLES = {
     "step": "Whole private steps",
     "training": "A trainer beside a bare loop",
     "noise": "Noise",
+    "mechanisms": "Other mechanisms",
     "tracing": "Tracing and compiling",
     "sharding": "A loss that constrains shardings",
     "fully_sharded": "Parameters spread over devices",
     "large_gpt": "GPTs of 300M, 1B and 27B parameters",
-    "dtypes": "Products of each dtype",
 }
 # These need virtual devices.
 _DEVICES = {"sharding": 8, "fully_sharded": 8}

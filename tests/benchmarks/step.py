@@ -80,15 +80,15 @@ def case_of(row: Row, num_batches: int, noise_multiplier: float = 1.0) -> Case:
     return Case(row, step, batches)
 
 
-def step_of(row: Row, plan: dp.PrivacyPlan) -> dp.Step[Any]:
-    """What `make_step` makes of a row."""
+def step_of(row: Row, plan: dp.PrivacyPlan, clip_norm: Any = CLIP_NORM) -> dp.Step[Any]:
+    """What `make_step` makes of a row, for batches as large as the row's in expectation."""
     return dp.make_step(
         row.loss,
         OPTIMIZER,
         plan,
-        num_examples=round(row.batch_size / SAMPLING_PROB),
+        num_examples=round(row.batch_size / plan.sampling_prob),
         seed=7,
-        l2_clip_norm=CLIP_NORM,
+        l2_clip_norm=clip_norm,
         filter_spec=row.filter_spec,
     )
 

@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,7 +19,6 @@ from tests.benchmarks import (
 )
 from tests.benchmarks.client_rows import CLIENTS, MISSING
 from tests.benchmarks.rows import ROWS, tiny
-from tests.benchmarks.timing import Contender, Program
 
 
 def lines_of(path: Path, name: str, *options: str) -> list[dict[str, str]]:
@@ -101,26 +99,16 @@ def test_noise(results: Path):
 
 
 @pytest.mark.slow
+def test_mechanisms(results: Path):
+    found = lines_of(results, "mechanisms")
+    assert is_ratio(found[1]["/ first"])
+
+
+@pytest.mark.slow
 def test_tracing(results: Path):
     found = lines_of(results, "tracing", "--short")
     assert [line["contender"] for line in found] == list(tracing.CONTENDERS)
     assert found[1]["trace and lower / jax_privacy"] == "1.00 (1.00-1.00)"
-
-
-def test_tracing_starts_from_cold_caches():
-    """The loss is traced every time anew."""
-    row, times = ROWS["mlp"](**tiny(ROWS["mlp"])), []
-
-    def counted(params, frozen, *batch):
-        times.append(1)
-        return jax.tree.map(lambda leaf: 2 * leaf, params)
-
-    for expected in (1, 2):
-        assert set(tracing.stages(counted, row, with_compiling=True)) == {
-            "trace and lower",
-            "compile",
-        }
-        assert len(times) == expected
 
 
 @pytest.mark.slow
@@ -153,20 +141,6 @@ def test_large_gpt(results: Path):
     assert ghost < 3 * plain
 
 
-def test_dtypes(results: Path):
-    found = {line["dtype"]: line for line in lines_of(results, "dtypes")}
-    assert found["float32"]["x float32's rate"] == "1.00"
-    assert {"float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"} < set(found)
-    assert not jax.config.jax_enable_x64
-
-
-def test_a_section_is_replaced_alone_and_in_order(results: Path):
-    for title, body in (("b", "old"), ("c", "other"), ("a", "first"), ("b", "### new")):
-        page.write_section(results, title, body, ["a", "b", "c"])
-    expected = "# Measurements\n\n## a\n\nfirst\n\n## b\n\n### new\n\n## c\n\nother\n"
-    assert results.read_text() == expected
-
-
 def test_the_page_has_a_section_for_each_part(capsys: pytest.CaptureFixture[str]):
     titles = re.findall(r"^## (.*)$", page.PAGE.read_text(), re.MULTILINE)
     assert titles == list(command.TITLES.values())
@@ -185,22 +159,6 @@ def test_all_says_which_parts_failed(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SystemExit, match="their sections stay as they were: noise"):
         command.main(["all", "--short"])
     assert run == [[name, "--write", "--short"] for name in command.TITLES]
-
-
-def test_measured_at_the_fastest_microbatch_size():
-    seconds = {None: 3.0, 1: 5.0, 2: 1.0}
-
-    def prepare(size: int | None) -> Program:
-        if size == 8:
-            raise ValueError("8 does not divide the batch")
-        return Program(lambda: seconds[size])
-
-    contender = Contender("it", prepare, (None, 1, 2, 8))
-    found = timing.measure([contender], 2, turn=lambda run: run())["it"]
-    assert (found.microbatch_size, found.seconds) == (2, [1.0, 1.0])
-    refused: dict[str, str] = {}
-    assert not timing.measure([contender._replace(sizes=(8,))], 2, refused=refused)
-    assert refused == {"it": "ValueError: 8 does not divide the batch"}
 
 
 def test_the_fastest_rounds_are_compared():

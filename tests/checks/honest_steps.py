@@ -61,6 +61,7 @@ from tests.checks.privacy_steps import (
     step_of,
     updated,
     with_a_number,
+    with_kept_noise,
     with_noise,
     with_normals,
     with_optimizer,
@@ -189,6 +190,23 @@ def loss_with_a_branch(model, x, y):
     return lax.cond(x[0] > 0, lambda e: jnp.sum(e * e), lambda e: jnp.sum(jnp.abs(e)), error)
 
 
+def noise_kept_in_a_loop():
+    """Two steps in a scan, whose carry holds the noise that the privatizer keeps."""
+    case = with_kept_noise()
+    model, state, *batch = case.args
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def turn(carry, batch):
+        model, state = case.fn(eqx.combine(carry[0], static), carry[1], *batch)
+        return (eqx.filter(model, eqx.is_array), state), None
+
+    def epoch(params, state, *batches):
+        return lax.scan(turn, (params, state), batches)[0]
+
+    batches = [jnp.stack([leaf] * 2) for leaf in batch]
+    return case._replace(fn=epoch, args=(params, state, *batches))
+
+
 STATIC_SCALE = dataclasses.replace(
     dp.load_policy("mixed_float16"), loss_scale=dp.LossScale("static", 1024)
 )
@@ -209,6 +227,8 @@ CHAINS = {
     ),
     "frozen_layers": lambda: chained(filter_spec=last_layer(mlp())),
     "clip_norms_of_layers": lambda: chained(l2_clip_norm=clip_norms_by_layer(mlp())),
+    "noise_that_is_kept": with_kept_noise,
+    "noise_kept_in_a_loop": noise_kept_in_a_loop,
     "loop_over_one_example": lambda: chained(loss=loss_with_a_loop, method="per_example"),
     "branch_on_one_example": lambda: chained(loss=loss_with_a_branch),
     "solver_that_adapts": lambda: chained(loss=loss_with_a_solver, method="per_example"),

@@ -64,6 +64,7 @@ from tests.checks.privacy_steps import (
     updated,
     where,
     with_a_number,
+    with_kept_noise,
     with_noise,
     with_normals,
     with_optimizer,
@@ -1109,7 +1110,20 @@ PRIVATIZERS = {
     "states_of_privatizers_thrown_away": lambda before, after: before,
 }
 
+# The noise that a privatizer keeps is returned, printed, or changed before the next step.
+KEPT_NOISE = {
+    "kept_noise_returned": lambda before, after: (after, after[0][0]),
+    "kept_noise_of_the_step_before_returned": lambda before, after: (after, before[0][0][0]),
+    "sum_of_kept_noise_returned": lambda before, after: (after, jnp.sum(before[0][0][0])),
+    "kept_noise_printed": lambda before, after: (
+        jax.debug.print("{}", after[0][0][0]),
+        (after,),
+    )[1],
+    "kept_noise_doubled": lambda before, after: (scaled(2.0, after),),
+}
+
 LEAKING = cases(
+    (with_kept_noise, KEPT_NOISE),
     (beside, BESIDE),
     (keeping, KEEPING),
     (on_devices, ON_DEVICES),

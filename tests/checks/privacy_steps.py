@@ -275,6 +275,25 @@ def by_hand(
     return Case(eqx.filter_jit(step), args, {}, private, plan, multiplier, more)
 
 
+def with_kept_noise(told=lambda before, after: (after,)):
+    """A privatizer that keeps noise; `told` gives what the state keeps of it, and more results."""
+    correlated = {
+        "sampling": dp.sampling.CyclicPoisson(1.0, 2),
+        "noise": dp.Banded((1.0,), (1, 0.5)),
+    }
+    plan = dp.PrivacyPlan(None, 100, PLAN.noise_multiplier, 1e-5, **correlated)
+    noise = plan.privatizer(clipped(), key=SECRET)
+
+    def step(model, kept, x, y, mask):
+        before, state = kept
+        noisy, after = noise.update(clipped()(model, x, y, is_padding_example=mask), before)
+        past, *shown = told(before.past, after.past)
+        model, state = updated(model, state, noisy)
+        return model, (after._replace(past=past), state), *shown
+
+    return by_hand(step, state=(noise.init(zero_sums()), first_state()), plan=plan)
+
+
 def step_of(noisy_of, **named):
     """`noisy_of(at)` gives what the optimizer gets, or that and results to return."""
 

@@ -66,6 +66,9 @@ VIOLATIONS = {
     "sum_without_noise_returned": "release",
     "learning_rate_from_the_loss": "release",
     "loss_printed": "side door",
+    "kept_noise_returned": "release",
+    "sum_of_kept_noise_returned": "release",
+    "kept_noise_printed": "side door",
     "skipped_by_the_loss": "side door",
 }
 # What is left of the plan's noise multiplier, which is 1.2.

@@ -139,7 +139,7 @@ def test_a_quantile_is_found_from_far_away():
             clip_norm = quantile.next(jnp.float32(clip_norm), noisy)
         assert clip_norm == pytest.approx(np.exp(0.8416), rel=0.25)
     for noisy in (-1e30, 1e30):
-        assert 1e-12 <= quantile.next(jnp.float32(1e-12), noisy) <= 1.3e-12
+        assert 1e-12 <= quantile.next(jnp.float32(1e-12), noisy) <= 1.4e-12
 
 
 @pytest.mark.parametrize(

@@ -427,7 +427,15 @@ def test_json_of_earlier_releases_is_read():
         ({"delta": True}, "^delta must be .*found"),
         ({"noise_multiplier": math.nan}, "^noise_multiplier must be .*found"),
         ("{steps: 3}", "must be JSON"),
-        ("[1, 2]", "must be an object; found list"),
+        ("[1, 2]", "must be an object; found"),
+        ('{"steps": 1, "steps": 2}', "steps is there twice"),
+        ({"sampling": {"kind": "bins"}}, "sampling must have a kind of poisson.*found 'bins'"),
+        ({"sampling": {"kind": "poisson", "cycle": 3}}, "unknown in sampling of .*: cycle"),
+        ({"sampling": {"kind": "balls_in_bins"}}, "missing in sampling of .*: cycle"),
+        ({"noise": {"noising": [1.0]}}, "missing in noise: strategy"),
+        ({"noise": {"noising": 1.0, "strategy": [1.0]}}, "^noising must be a tuple of numbers"),
+        ({"unit": {"kind": "rows", "per_step": 2}}, "unit must have a kind of users.*'rows'"),
+        ({"unit": {"kind": "users", "per_step": 2, "num_users": 3}}, "unknown in unit.*num_users"),
     ],
 )
 def test_json_that_is_no_plan_is_refused(change, reason):

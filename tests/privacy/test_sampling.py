@@ -201,7 +201,7 @@ def test_a_source_is_read_forward_and_not_for_padding():
     ("sources", "reason"),
     [
         ((), "at least one source"),
-        ((np.ones(59),), r"source 0 has shape \(59,\), and the sampler draws from 60"),
+        ((np.ones(59),), r"source 0 has shape \(59,\), and the data set has 60"),
         ((np.ones(60), {"x": jnp.ones((1, 60))}), r"source 1 at x has shape \(1, 60\)"),
         ((None,), "source 0 holds no arrays"),
         (([1.0] * 60,), r"source 0 at 0 is a float, not an array"),

@@ -124,7 +124,9 @@ def test_a_batch_depends_on_seed_and_step_alone(kind):
     np.testing.assert_array_equal(drawn(kind, 1, order=[8, 0, 3, 2, 7, 6, 5, 4, 1]), expected)
     assert (drawn(kind, 2) != expected).any()
     whole = Sampler(EXAMPLES, kind, seed=3)
-    assert dp.sampling.from_fields(kind.fields()) == kind
+    relation = [*dp.NeighboringRelation][isinstance(kind, dp.sampling.FixedSize)]
+    plan = dp.PrivacyPlan(None, 12, 1.0, 1e-5, relation, sampling=kind)
+    assert dp.PrivacyPlan.from_json(plan.to_json()) == plan
     for shared in (False, True):
         parts = [
             dataclasses.replace(whole, hosts=3, host=host, devices=2, shared=shared)
@@ -161,7 +163,6 @@ BAD = [
     ("batch_size", dp.sampling.FixedSize, (31, 30)),
     ("num_examples", Sampler, (31, dp.sampling.FixedSize(7, 30))),
     ("kind", Sampler, (31, 0.5)),
-    ("sampling", dp.sampling.from_fields, ({"kind": "poisson", "cycle": 3},)),
 ]
 
 

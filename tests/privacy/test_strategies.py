@@ -121,6 +121,14 @@ def test_noise_is_the_matrix_times_independent_noise(name):
     np.testing.assert_allclose(covariance, (d := dense(strategy, 6)) @ d.T, atol=0.03)
 
 
+@pytest.mark.parametrize("other", [{"w": ZEROS["w"]}, ZEROS | {"w": jnp.zeros(301)}])
+def test_noise_that_is_kept_is_for_one_tree(other):
+    privatizer = dp.gaussian_privatizer(stddev=1.0, correlation=STRATEGIES["kept"])
+    state = privatizer.init(ZEROS)
+    with pytest.raises(ValueError, match="another tree than the params that init was given"):
+        privatizer.update(other, state)
+
+
 def test_correlated_noise_is_certified_or_refused():
     loose = dp.gaussian_privatizer(stddev=1.0, correlation=Banded.bisr(2), certified=False)
     with pytest.raises(ValueError, match="certified noise alone"):

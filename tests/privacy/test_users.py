@@ -123,7 +123,10 @@ def test_the_loss_is_the_mean_over_the_rows_that_are_there():
         (lambda: dp.Users(OWNERS, 2, 4), "from 0 to 3; found 0 to 4"),
         (lambda: USERS.rows(sampler(9), 0), "draws from 9 examples, and there are 5 users"),
         (lambda: dp.Users(None, 2, 5).rows(sampler(5), 0), "user_of_example is None"),
-        (lambda: USERS.take(sampler(5), 0, np.ones(9), np.ones(5)), "sources.1 must be an array"),
+        (
+            lambda: USERS.take(sampler(5), 0, np.ones(9), np.ones(5)),
+            "source 1 has shape .5,., and the data set has 9",
+        ),
     ],
 )
 def test_what_is_refused(make, reason):

@@ -228,7 +228,7 @@ def test_what_is_not_trained_is_kept():
 
 def test_a_step_without_the_mask_is_refused(unchecked):
     step = seeded()
-    with pytest.raises(ValueError, match=r"is_padding_example is None.*sampler.take"):
+    with pytest.raises(ValueError, match=r"is_padding_example is missing.*sampler.take"):
         step(step.init(small_model()), XS, YS, is_padding_example=None)
 
 

@@ -1,0 +1,55 @@
+"""Each kind of sampling, correlated noise and users: two hosts train as one does."""
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from tests.training import runs
+from tests.training.fire import Place
+from tests.training.processes import Fleet
+
+CYCLIC, STEPS = dp.sampling.CyclicPoisson(0.5, 2), 4
+PLANS = {
+    "cyclic": {"sampling": CYCLIC},
+    "fixed size": {"sampling": dp.sampling.FixedSize(16, runs.NUM_EXAMPLES)},
+    "bins": {"sampling": dp.sampling.BallsInBins(4), "noise": dp.Banded.bisr(2)},
+    "allocation": {"sampling": dp.sampling.RandomAllocation(2)},
+    "apart": {"sampling": dp.sampling.MinSeparation(0.4, 2)},
+    "noise drawn again": {"sampling": CYCLIC, "noise": dp.Banded.bisr(3)},
+    "noise kept": {"sampling": CYCLIC, "noise": dp.Banded(strategy=(1.0, 0.5, 0.2))},
+    "users": {
+        "sampling": dp.sampling.Poisson(0.5),
+        "unit": dp.Users(np.arange(runs.NUM_EXAMPLES) // 3, 2),
+    },
+}
+
+
+def train(place, channel, name):
+    """What a run with a seed ends with, on a mesh of all devices."""
+    relation = [*dp.NeighboringRelation][name == "fixed size"]
+    plan = dp.PrivacyPlan(None, STEPS, 1.0, 0.01, relation, **PLANS[name])
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    examples = runs.NUM_EXAMPLES if plan.unit is None else plan.unit.num_users
+    step = runs.seeded(plan, sharding=dp.ShardingRules(mesh), num_examples=examples)
+    state = runs.trainer(place.directory, step).run(runs.small_model())
+    return [
+        np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(state.model) if x is not None
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_two_hosts_train_as_one(name, tmp_path):
+    found = []
+    with Fleet(tmp_path / "cache") as fleet:
+        for hosts in (1, 2):
+            place = Place(tmp_path / str(hosts))
+            started = fleet.hosts(hosts, train, place, name, devices=4 // hosts)
+            assert [one.result() for one in started] == [0] * hosts, [x.found for x in started]
+            assert runs.released(place.files) == STEPS
+            found += [one.found[0] for one in started]
+    for alone, *both in zip(*found, strict=True):
+        assert np.all(alone != 0)
+        for other in both:
+            np.testing.assert_allclose(other, alone, rtol=1e-3, atol=1e-3)
