@@ -156,7 +156,7 @@ SCALES = [1e-30, 1e-22, 1e-10, 1.0, 1e10, 1e19, 1e22, 1e30]
 
 @pytest.mark.parametrize(
     ("clip_norm", "rescale"),
-    [(1e-3, False), (1.0, False), (1e3, False), (1e-3, True), (1e3, True), (0.0, True)],
+    [(1.0, False), (1e-3, True), (0.0, True)],
 )
 def test_gradients_of_any_scale_are_clipped(clip_norm, rescale):
     """One example a scale, each alone in its own coordinates, so that each is seen alone."""
@@ -209,8 +209,7 @@ def test_a_gradient_that_the_compiler_knows(method, scale):
     np.testing.assert_allclose(grads, np.full(4, 3 * scale / 2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("batch", [1, 8, 9, 65])
-@pytest.mark.parametrize("size", [3, 2**15])
+@pytest.mark.parametrize(("size", "batch"), [(2**15, 1), (2**15, 8), (3, 9), (3, 65)])
 def test_what_does_not_contribute_is_selected_away(batch, size):
     """Of few examples and many, small gradients and large: each is added up in its own way."""
     x = np.random.default_rng(batch).normal(size=(batch, size)).astype(np.float32)
