@@ -124,14 +124,6 @@ def test_the_narrower_a_sum_the_larger_its_error():
 
 
 @pytest.mark.slow
-def test_narrow_noise_is_no_gaussian():
-    draws = load("mixed_precision").measure_noise()
-    assert len(np.unique(draws["bfloat16"])) == 128
-    assert np.max(np.abs(draws["bfloat16"])) < 2.9
-    assert len(np.unique(draws["float32"])) > 1e6
-
-
-@pytest.mark.slow
 def test_mixed_precision_weighs_a_step_and_compares_formats_and_layers(monkeypatch, tmp_path):
     example = load("mixed_precision")
     formats = example.narrow_formats

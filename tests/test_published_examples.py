@@ -200,31 +200,22 @@ def test_scenes_of_shakespeare_train(monkeypatch, capsys):
     assert "42 private scenes of 2 windows, 6 held out" in capsys.readouterr().out
 
 
-GPT2_SHAPES = {
-    "wte.weight": (128, 8),
-    "wpe.weight": (16, 8),
-    "h.0.ln_1.weight": (8,),
-    "h.0.ln_1.bias": (8,),
-    "h.0.attn.c_attn.weight": (8, 24),
-    "h.0.attn.c_attn.bias": (24,),
-    "h.0.attn.c_proj.weight": (8, 8),
-    "h.0.attn.c_proj.bias": (8,),
-    "h.0.ln_2.weight": (8,),
-    "h.0.ln_2.bias": (8,),
-    "h.0.mlp.c_fc.weight": (8, 32),
-    "h.0.mlp.c_fc.bias": (32,),
-    "h.0.mlp.c_proj.weight": (32, 8),
-    "h.0.mlp.c_proj.bias": (8,),
-    "ln_f.weight": (8,),
-    "ln_f.bias": (8,),
-}
+GPT2_NAMES = (
+    "wte.weight wpe.weight h.0.ln_1.weight h.0.ln_1.bias h.0.attn.c_attn.weight "
+    "h.0.attn.c_attn.bias h.0.attn.c_proj.weight h.0.attn.c_proj.bias h.0.ln_2.weight "
+    "h.0.ln_2.bias h.0.mlp.c_fc.weight h.0.mlp.c_fc.bias h.0.mlp.c_proj.weight "
+    "h.0.mlp.c_proj.bias ln_f.weight ln_f.bias"
+)
 
 
 def test_a_model_is_read_by_the_names_of_gpt2(tmp_path):
     module, file = load("gpt2"), tmp_path / "model.safetensors"
     model, other = (module.GPT2(128, 16, 8, 1, 2, jax.random.key(seed)) for seed in range(2))
     arrays = module.names_of(model)
-    assert {name: array.shape for name, array in arrays.items()} == GPT2_SHAPES
+    assert sorted(arrays) == sorted(GPT2_NAMES.split())
+    assert {x.shape for name, x in arrays.items() if "c_" in name and x.ndim == 2} == {
+        *((8, 24), (8, 8), (8, 32), (32, 8))  # inputs first
+    }
     save_file(arrays | {"h.0.attn.bias": jnp.ones((1, 1, 16, 16))}, file)  # a mask, as GPT-2 has
     assert eqx.tree_equal(module.load_by_name(file, other), model)
     text = jnp.arange(16)

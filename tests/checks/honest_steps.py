@@ -60,13 +60,11 @@ from tests.checks.privacy_steps import (
     squared_error,
     step_of,
     updated,
-    where,
     with_a_number,
     with_kept_noise,
     with_noise,
     with_normals,
     with_optimizer,
-    zero_sums,
 )
 from tests.optimizers import made as optimizer_named
 from tests.sharding.losses import mesh_of
@@ -212,14 +210,10 @@ def noise_kept_in_a_loop():
 STATIC_SCALE = dataclasses.replace(
     dp.load_policy("mixed_float16"), loss_scale=dp.LossScale("static", 1024)
 )
-SAM = optax.contrib.sam(
-    optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2
-)
 CHAINS = {
     "replace_one": lambda: chained(plan=REPLACE_ONE),
     "key_for_the_loss": lambda: chained(loss=dropout_loss, takes_key=True),
     "mixed_bfloat16": lambda: chained(policy=dp.load_policy("mixed_bfloat16")),
-    "mixed_float8": lambda: chained(policy=dp.load_policy("mixed_float8")),
     "loss_scale": lambda: chained(policy=STATIC_SCALE),
     "multi_steps": lambda: chained(MULTI_STEPS),
     "multi_transform": lambda: chained(
@@ -231,12 +225,8 @@ CHAINS = {
             optax.chain(PLAN.privatizer(clipped(), key=SECRET), optax.sgd(0.1)), 0.1
         )
     ),
-    "sharpness_aware": lambda: chained(SAM),
     "frozen_layers": lambda: chained(filter_spec=last_layer(mlp())),
     "clip_norms_of_layers": lambda: chained(l2_clip_norm=clip_norms_by_layer(mlp())),
-    "stddev_given": lambda: with_optimizer(
-        optax.chain(dp.gaussian_privatizer(stddev=STDDEV, key=SECRET), OPTIMIZER)
-    ),
     "noise_that_is_kept": with_kept_noise,
     "noise_kept_in_a_loop": noise_kept_in_a_loop,
     "loop_over_one_example": lambda: chained(loss=loss_with_a_loop, method="per_example"),
@@ -305,7 +295,6 @@ def noise_of_two_keys(at):
 NOISED_BY = {
     "key_split_and_carried": with_noise,
     "key_taken_apart": key_taken_apart,
-    "legacy_key_taken_apart": (key_taken_apart, {"state": first_state(key=LEGACY)}),
     "legacy_key_split_and_carried": (with_noise, {"state": first_state(key=LEGACY)}),
     "layers_with_a_noise_of_their_own": (
         layers_with_a_noise_of_their_own,
@@ -341,9 +330,6 @@ STEP_OF = {
     ),
     # One example moves the sum of both by twice the bound.
     "two_losses": lambda at: at.noised(added(at.sum(), at.sum(absolute_error)), 2 * STDDEV),
-    "mean_over_two_augmentations": lambda at: at.noised(
-        scaled(0.5, added(*(at.sum(dropout_loss, key=key) for key in at.keys[1:3])))
-    ),
     "decay_behind_the_noise": lambda at: added(at.noised(), scaled(0.1, params_of(at.model))),
     "key_of_the_caller": (
         lambda at: at.noised(key=at.more[0]),
@@ -352,10 +338,6 @@ STEP_OF = {
     "public_gradient_added": (
         lambda at: at.noised(added(at.sum(), eqx.filter_grad(of_public)(at.model, *at.more))),
         {"batch": (*data(), *data()[:2])},
-    ),
-    "numbers_and_a_root": (
-        lambda at: at.noised(key=fold_in(fold_in(*at.more[:2]), at.more[2])),
-        {"batch": (*data(), jax.random.key(6), jnp.asarray(0), jnp.asarray(0))},
     ),
 }
 
@@ -403,11 +385,6 @@ BESIDE = {
 }
 
 
-def best_model_by_a_public_loss(kept, at):
-    loss = of_public(at.new, *PUBLIC)
-    return where(loss < kept[1], params_of(at.new), kept[0]), jnp.minimum(loss, kept[1])
-
-
 KEEPING = {
     "kept_loss": (
         lambda kept, at: {"loss": at.values.loss.mean()},
@@ -415,18 +392,10 @@ KEEPING = {
         {"more": {"kept": ("1.kept.loss",)}},
     ),
     "kept_model": (lambda kept, at: params_of(at.new), params_of(mlp())),
-    "kept_noisy_sum": (
-        lambda kept, at: added(scaled(0.9, kept), scaled(0.1, at.noisy)),
-        zero_sums(),
-    ),
     "kept_counter": (lambda kept, at: kept + 1, jnp.zeros((), int)),
     "average_of_parameters": (
         lambda kept, at: added(scaled(0.9, kept), scaled(0.1, params_of(at.new))),
         params_of(mlp()),
-    ),
-    "best_model_by_a_public_loss": (
-        best_model_by_a_public_loss,
-        (params_of(mlp()), jnp.float32(jnp.inf)),
     ),
 }
 

@@ -447,12 +447,6 @@ STEPS = {
     "one_loss_masked": lambda at: at.noised(
         added(at.sum(), at.use(mask=None).sum(absolute_error)), 2 * STDDEV
     ),
-    "either_half": lambda at: at.noised(
-        lax.cond(at.state.step % 2 == 0, halves(at)[0].sum, halves(at)[1].sum)
-    ),
-    "three_of_four_parts": lambda at: at.noised(
-        added(*(at.rows(slice(i, None, 4)).sum() for i in range(3)))
-    ),
     "accumulated_growing": lambda at: accumulated(at, lambda t, g, i: 2.0 * t + g),
     "turns_by_examples": lambda at: lax.fori_loop(
         0, jnp.sum(~at.mask), lambda _, n: scaled(0.9, n), at.noised()
@@ -697,10 +691,6 @@ NOISED_BY = {
     "cotangent": lambda g, k: jax.vjp(lambda g: dp.add_noise(g, k, STDDEV, certified=False), g)[1](
         g
     )[0],
-    # Where the sum is negative no noise is added.
-    "noise_masked": lambda g, k: leafwise(
-        lambda g, n: g + jnp.where(g > 0, n, 0.0), g, noise_alone(g, k)
-    ),
     # Its deviation is that of the sum's own numbers.
     "noise_times_the_sum": lambda g, k: leafwise(lambda g, n: g + g * n, g, noise_alone(g, k, 1.0)),
     # `platform_dependent`: on a GPU the sum goes on without noise.
@@ -720,9 +710,6 @@ NOISED_BY = {
     # A branch on a public coin.
     "in_one_branch": lambda g, k: lax.cond(
         bernoulli(fold_in(k, 1)), lambda: g, lambda: with_noise(g, k)
-    ),
-    "same_noise_in_a_loop": lambda g, k: lax.fori_loop(
-        0, 4, lambda i, g: minus(with_noise(g, k), noise_alone(g, k)), g
     ),
     "transpose": lambda g, k: jax.linear_transpose(
         lambda g: added(g, scaled(0.0, noise_alone(zero_sums(), k))), g
@@ -928,9 +915,6 @@ NUMBERED = {
     # Step 1 and key 0, step 0 and key 1 have the same noise.
     "number_and_counter_added": lambda at: at.noised(key=fold_in(ROOT, at.state.step + at.more[0])),
     "several_releases": several_releases,
-    "doubled_by_an_argument": lambda at: at.noised(
-        lax.fori_loop(0, at.more[0], lambda _, g: scaled(2.0, g), at.sum())
-    ),
     "scaled_by_an_argument": lambda at: at.noised(scaled(at.more[0], at.sum())),
     "deviation_from_an_argument": lambda at: at.noised(stddev=1.0 * at.more[0]),
     # A public flag turns the noise off.

@@ -38,10 +38,6 @@ BOTH = pytest.mark.parametrize(
         ({"l2_clip_norm": {"a": 3.0, "b": (np.array(4.0), None)}}, 5.0),
         ({"l2_clip_norm": {"a": 3.0, "b": 4.0}, "normalize_by": 10}, 0.5),
         ({"l2_clip_norm": {"a": 3.0, "b": 4.0}, "rescale_to_unit_norm": True}, 2**0.5),
-        (
-            {"l2_clip_norm": [1, 2, 3, 4], "rescale_to_unit_norm": True, "normalize_by": 8},
-            0.25,
-        ),
         ({"l2_clip_norm": {"a": 3.0, "b": "frozen", "c": abs}}, 3.0),
     ],
     ids=str,

@@ -138,15 +138,6 @@ def test_an_example_that_is_not_finite_is_as_good_as_padding(
         np.testing.assert_array_equal(leaf[others], other[others])
 
 
-def test_a_norm_that_is_not_finite_is_reported_as_it_is():
-    x = jnp.array([[1.0, 0.0], [np.inf, 1.0], [-np.inf, 1.0], [np.nan, 1.0], [np.nan, np.inf]])
-    per_example, grads = jitted.value_and_grad(models.dot, l2_clip_norm=1.0)(jnp.ones(2), x)
-    np.testing.assert_array_equal(per_example.grad_norm[:4], [1.0, np.inf, np.inf, np.nan])
-    assert not np.isfinite(per_example.grad_norm[4])
-    np.testing.assert_array_equal(per_example.loss, [1.0, np.inf, -np.inf, np.nan, np.nan])
-    np.testing.assert_allclose(grads, [1.0, 0.0], rtol=5e-6)
-
-
 def test_rescaling_by_a_tiny_norm_never_makes_an_infinity():
     # 1 / 1e-39 is beyond float32, whatever the clip norm.
     x = jnp.array([[1e-39, 0.0], [1e-30, 0.0], [3.0, 4.0]])
@@ -165,7 +156,7 @@ SCALES = [1e-30, 1e-22, 1e-10, 1.0, 1e10, 1e19, 1e22, 1e30]
 
 @pytest.mark.parametrize(
     ("clip_norm", "rescale"),
-    [(1e-3, False), (1.0, False), (1e3, False), (1e-3, True), (1e3, True), (0.0, True)],
+    [(1.0, False), (1e-3, True), (0.0, True)],
 )
 def test_gradients_of_any_scale_are_clipped(clip_norm, rescale):
     """One example a scale, each alone in its own coordinates, so that each is seen alone."""
@@ -218,8 +209,7 @@ def test_a_gradient_that_the_compiler_knows(method, scale):
     np.testing.assert_allclose(grads, np.full(4, 3 * scale / 2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("batch", [1, 8, 9, 65])
-@pytest.mark.parametrize("size", [3, 2**15])
+@pytest.mark.parametrize(("size", "batch"), [(2**15, 1), (2**15, 8), (3, 9), (3, 65)])
 def test_what_does_not_contribute_is_selected_away(batch, size):
     """Of few examples and many, small gradients and large: each is added up in its own way."""
     x = np.random.default_rng(batch).normal(size=(batch, size)).astype(np.float32)

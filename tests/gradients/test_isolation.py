@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-import optimistix as optx
 import pytest
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, PartitionSpec
@@ -258,18 +257,6 @@ def test_linear_solves_go_on_working():
         return jnp.sum(lx.linear_solve(operator, x).value)
 
     neighbours_differ_by_one(loss)
-
-
-@pytest.mark.slow
-def test_root_finds_go_on_working():
-    def loss(params, x):
-        found = optx.root_find(
-            lambda y, _: y - jnp.tanh(0.3 * params * y + x), optx.Newton(1e-5, 1e-5), x,
-            max_steps=16, throw=False,
-        )  # fmt: skip
-        return jnp.sum(found.value)
-
-    neighbours_differ_by_one(loss, rtol=1e-4)
 
 
 # Host callbacks

@@ -9,7 +9,6 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
-import lineax as lx
 import numpy as np
 import pytest
 from jax import lax
@@ -258,19 +257,6 @@ def with_rule(function, rule):
     return jax.grad(lambda x: same(x).sum())
 
 
-def solved(function):
-    """The right-hand side of a system of lineax, whose solver is a program of the user's."""
-
-    def solve(x):
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        operator = lx.FunctionLinearOperator(
-            lambda y: 2 * y + 0 * function(x), shape, lx.positive_semidefinite_tag
-        )
-        return lx.linear_solve(operator, x, lx.CG(1e-5, 1e-5)).value
-
-    return solve
-
-
 HIDDEN = {
     "jit": jax.jit,
     "remat": lambda f: jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda y: f(y) * y)(x))),
@@ -287,7 +273,6 @@ HIDDEN = {
     "backward rule": lambda f: with_rule(f, "backward"),
     "shard_map": lambda f: lambda x: jnp.sum(on_two_devices(lambda y: f(y[0])[None])(
         jnp.stack([x, x])), 0),
-    "lineax": solved,
     "linear solve": lambda f: lambda x: lax.custom_linear_solve(
         lambda y: 2.0 * y, x, lambda _, b: f(b), symmetric=True),
 }  # fmt: skip
@@ -357,22 +342,6 @@ def test_mixing_that_nothing_comes_of_is_no_matter():
         EXAMPLES
     )
     np.testing.assert_array_equal(results, EXAMPLES * 2)
-
-
-def test_a_function_that_remembers_would_take_one_example_to_another():
-    """What was accepted: it is called for one example after the other."""
-    seen = []
-
-    def host(a):
-        seen.append(np.array(a))
-        return np.float32(sum(map(np.sum, seen)))
-
-    def function(x):
-        return x * io_callback(host, jax.ShapeDtypeStruct((), jnp.float32), x)
-
-    with pytest.raises(ValueError, match="'io_callback'"):
-        run_apart(function, NO_LOSS, EXAMPLES)
-    assert changed_others(jax.vmap(function), changed=0)
 
 
 def test_what_another_function_on_the_host_has_seen_is_not_read():

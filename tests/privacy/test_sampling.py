@@ -158,14 +158,6 @@ def test_the_seed_is_not_shown():
 # Examples and mask together.
 
 
-class Counted(np.ndarray):
-    """An array that remembers at which positions it was read."""
-
-    def __getitem__(self, positions):
-        self.read = np.asarray(positions)
-        return super().__getitem__(positions)
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 40),
@@ -188,13 +180,6 @@ def test_taken_examples_are_those_of_the_batch(n, q, pad_to, hosts, shape, dtype
                 taken[~is_padding_example], np.asarray(source)[indices[~is_padding_example]]
             )
             assert not np.asarray(taken[is_padding_example]).any()
-
-
-def test_a_source_is_read_forward_and_not_for_padding():
-    sampler = PoissonSampler(num_examples=60, sampling_prob=0.2, seed=3)
-    xs = np.ones((60, 2)).view(Counted)
-    sampler.take(0, xs)
-    np.testing.assert_array_equal(xs.read, np.sort(drawn(sampler, 0)))
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,6 @@ def on_a_folded_dimension(says):
     return loss
 
 
-def behind_another_dimension(says):
-    def loss(w, x):
-        x = says.constrain(jnp.swapaxes(x, 0, 1), P(None, "data"))
-        return jnp.sum(jnp.tanh(says.einsum("tbd,df->tbf", x, w, P(None, "data"))) ** 2)
-
-    return loss
-
-
 def over_both_axes_of_the_mesh(says):
     def loss(w, x):
         x = jnp.concatenate([x, x[:, :1]], 1).reshape(-1, 4)  # 6 tokens an example
@@ -57,14 +49,6 @@ def in_a_scan(says):
         return jnp.sum(carry**2)
 
     return loss
-
-
-def under_remat(says):
-    @jax.checkpoint
-    def layer(w, x):
-        return says.constrain(jnp.tanh(says.einsum("btd,df->btf", x, w, P("data"))), P("data"))
-
-    return lambda w, x: jnp.sum(layer(w, x) ** 2)
 
 
 def under_cond_and_jit(says):
@@ -90,10 +74,8 @@ def under_cond_and_jit(says):
     "make_loss",
     [
         on_a_folded_dimension,
-        behind_another_dimension,
         over_both_axes_of_the_mesh,
         in_a_scan,
-        under_remat,
         under_cond_and_jit,
     ],
 )

@@ -94,12 +94,6 @@ MESHES = {
         axes={"fsdp": 2, "data": 4}, examples=("fsdp", "data"), params=ON_BOTH
     ),
     "with a model axis": lambda: rules_of(axes={"data": 4, "model": 2}, params=AHEAD),
-    "with an explicit model axis": lambda: rules_of(
-        "explicit", axes={"data": 4, "model": 2}, params=(("up", P(None, "data")), *SPECS)
-    ),
-    "three axes": lambda: rules_of(
-        axes={"replica": 2, "data": 2, "model": 2}, examples=("replica", "data"), params=AHEAD
-    ),
     "of one device": lambda: rules_of(axes={"data": 1, "model": 2}, params=AHEAD),
     "once a step": lambda: rules_of(accumulators="params_once"),
     "sums of the rest as well": lambda: rules_of(accumulators="examples"),

@@ -102,14 +102,6 @@ def solved(m: Any, x: Array) -> Array:
     return jax.scipy.sparse.linalg.cg(lambda v: matrix @ v, x[0], maxiter=8)[0]
 
 
-def experts(m: Any, x: Array) -> Array:
-    """Every token goes to the expert that likes it most."""
-    scores = jax.nn.softmax(x @ m["g"])
-    best = jnp.argmax(scores, 1)
-    y = jnp.einsum("tk,ekp->tep", x, m["e"])
-    return jnp.take_along_axis(y, best[:, None, None], 1)[:, 0] * jnp.max(scores, 1, keepdims=True)
-
-
 BRANCHES: Table = {
     "cond by data": of_arrays(lambda m, x: lax.cond(
         x[0, 0] > 0, lambda x: jnp.tanh(x @ m["w"]), lambda x: jnp.sin(x @ m["v"]), x),
@@ -148,10 +140,6 @@ RULES: Table = {
 OTHERS: Table = {
     "tuned inside": of_arrays(tuned_inside, "w44 b4"),
     "gradient of inputs": of_arrays(lambda m, x: jax.grad(lambda x: energy(m, x))(x), "w44 b4"),
-    "associative scan": of_arrays(lambda m, x: lax.associative_scan(
-        lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]),
-        (jax.nn.sigmoid(x @ m["w"]), x * m["b"]))[1], "w44 b4"),
-    "experts": of_arrays(experts, "g43 e344"),
     "vmap over parameters": of_arrays(lambda m, x: jax.vmap(
         lambda w, b: lax.scan(lambda h, x: (jnp.tanh(h @ w + x) * b, h), x[0], x)[1])(
         m["e"], m["a"]), "e344 a3"),

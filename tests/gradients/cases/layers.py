@@ -79,17 +79,8 @@ CONVOLUTIONS: Table = {
         lambda key: nn.Conv2d(2, 3, (2, 3), (2, 1), ((1, 0), (0, 2)), key=key), (2, 5, 4)
     ),
     "conv2d_depthwise": of_module(lambda key: nn.Conv2d(3, 6, 2, groups=3, key=key), (3, 4, 4)),
-    "conv3d": of_module(
-        lambda key: nn.Conv3d(2, 4, 2, (1, 2, 1), 1, groups=2, key=key), (2, 2, 3, 2)
-    ),
     "conv_transpose1d": of_module(
         lambda key: nn.ConvTranspose1d(4, 2, 3, 2, 1, 1, 2, 2, key=key), (4, 4)
-    ),
-    "conv_transpose2d": of_module(
-        lambda key: nn.ConvTranspose2d(2, 3, (3, 2), (2, 1), (1, 0), key=key), (2, 3, 3)
-    ),
-    "conv_transpose3d": of_module(
-        lambda key: nn.ConvTranspose3d(2, 2, 2, 2, groups=2, key=key), (2, 2, 1, 2)
     ),
 }
 
@@ -99,14 +90,8 @@ OTHERS: Table = {
     "group_norm": of_module(lambda key: nn.GroupNorm(2, 4), (4, 3, 2)),
     "prelu": of_module(lambda key: nn.PReLU(), (5,)),
     "weight_norm": of_module(lambda key: nn.WeightNorm(nn.Linear(4, 3, key=key)), (4,)),
-    "weight_norm_conv": of_module(
-        lambda key: nn.WeightNorm(nn.Conv1d(2, 3, 2, key=key)), (2, 4)
-    ),
     "spectral_norm": of_module(
         partial(spectral_norm, inference=False), (4,), loss=with_state, spec=NOT_THE_STATE
-    ),
-    "spectral_norm_inference": of_module(
-        partial(spectral_norm, inference=True), (4,), loss=with_state, spec=NOT_THE_STATE
     ),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from equinox import nn
 from jaxtyping import Array
 
 from tests.gradients.cases.tables import Table, random_like
-from tests.models import Case, cnn, cross_entropy
+from tests.models import Case, cross_entropy, gpt
 
 WIDTH, VOCABULARY, LENGTH = 4, 7, 5
 
@@ -36,30 +36,6 @@ class Block(eqx.Module):
         normed = jax.vmap(self.before)(hidden)
         hidden = hidden + self.attention(normed, normed, normed, mask)
         return hidden + jax.vmap(self.mix)(jax.vmap(self.after)(hidden))
-
-
-class ListGPT(eqx.Module):
-    """A language model with its layers in a list, and a head of its own."""
-
-    embedding: nn.Embedding
-    positions: Array
-    blocks: list[Block]
-    norm: nn.LayerNorm
-    head: nn.Linear
-
-    def __init__(self, key: Array, depth: int = 2) -> None:
-        keys = jax.random.split(key, 4)
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
-        self.positions = 0.1 * jax.random.normal(keys[1], (LENGTH + 2, WIDTH))
-        self.blocks = [Block(key) for key in keys[:depth]]
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, use_bias=False, key=keys[3])
-
-    def __call__(self, tokens: Array) -> Array:
-        hidden = jax.vmap(self.embedding)(tokens) + self.positions[: len(tokens)]
-        for block in self.blocks:
-            hidden = block(hidden)
-        return jax.vmap(lambda h: self.head(self.norm(h)))(hidden)
 
 
 class StackedGPT(eqx.Module):
@@ -95,11 +71,6 @@ def _draw_tokens(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
 
 
 @functools.cache
-def list_gpt() -> Case:
-    return Case("list_gpt", random_like(ListGPT(jax.random.key(1))), language_loss, _draw_tokens)
-
-
-@functools.cache
 def stacked_gpt() -> Case:
     model = random_like(StackedGPT(jax.random.key(2)))
     return Case("stacked_gpt", model, language_loss, _draw_tokens)
@@ -125,19 +96,19 @@ class LowRankLinear(eqx.Module):
 @functools.cache
 def low_rank_gpt() -> Case:
     """Adapters on the projections of attention; everything else is frozen."""
-    model = random_like(ListGPT(jax.random.key(1), depth=1))
+    case = gpt()
+    model = random_like(case.model)
     spec = jax.tree.map(lambda _: False, model)
     for name in ("query_proj", "output_proj"):
-        where = lambda m, name=name: getattr(m.blocks[0].attention, name)  # noqa: E731
+        where = lambda m, name=name: getattr(m.attention, name)  # noqa: E731
         adapted = LowRankLinear(where(model), 2, jax.random.key(len(name)))
         model = eqx.tree_at(where, model, adapted)
         trained = jax.tree.map(lambda _: False, adapted)
         trained = eqx.tree_at(lambda m: (m.down, m.up), trained, (True, True))
         spec = eqx.tree_at(where, spec, trained)
-    return Case("low_rank_gpt", model, language_loss, _draw_tokens, spec)
+    return case._replace(name="low_rank_gpt", model=model, filter_spec=spec)
 
 
 TABLE: Table = {
-    make.__name__: lambda name, make=make: make()
-    for make in (cnn, list_gpt, stacked_gpt, low_rank_gpt)
+    make.__name__: lambda name, make=make: make() for make in (stacked_gpt, low_rank_gpt)
 }

@@ -29,19 +29,6 @@ from tests.gradients.cases.tables import (
 # Sequences.
 
 
-def selective_state_space(m: Any, x: Array) -> Array:
-    step = jax.nn.softplus(on_all(m["step"], x))
-    b, c = on_all(m["b"], x), on_all(m["c"], x)
-    rates = jnp.exp(-step[..., None] * jnp.exp(m["decay"]))
-
-    def one(h: Array, now: Any) -> tuple[Array, Array]:
-        rate, step, b, c, x = now
-        h = rate * h + (step * x)[:, None] * b
-        return h, h @ c
-
-    return lax.scan(one, jnp.zeros_like(rates[0]), (rates, step, b, c, x))[1] + m["skip"] * x
-
-
 class Block(eqx.Module):
     """A transformer's block, whose activations have names for a policy."""
 
@@ -90,16 +77,14 @@ def use_shared(m: Any, tokens: Array) -> Array:
     return bent(on_all, head, jnp.tanh(on_all(embedding, tokens)))
 
 
-def differential(adjoint: Any, solver: Any = None, steps: Any = None) -> Callable[..., Array]:
+def differential(adjoint: Any) -> Callable[..., Array]:
     def solve(m: Any, x: Array) -> Array:
-        controller = diffrax.ConstantStepSize() if steps is None else steps
         solution = diffrax.diffeqsolve(
             diffrax.ODETerm(lambda t, y, args: args(y)),
-            solver or diffrax.Heun(),
+            diffrax.Heun(),
             *(0.0, 1.0, 0.25, m["start"](x)),
             args=m["field"],
             adjoint=adjoint,
-            stepsize_controller=controller,
             max_steps=16,
             throw=False,
         )
@@ -114,8 +99,6 @@ ODE = {"start": linear(2, 3), "field": mlp(3, 3, 4, 1), "end": linear(3, 2)}
 NETWORKS: Table = {
     name: of_module(make, *data)
     for name, (make, *data) in {
-        "state space, selective": (made(selective_state_space, step=linear(4, 4), b=linear(4, 3),
-            c=linear(4, 3), decay=array(4, 3), skip=array(4)), (3, 4)),
         "blocks with names": (made(stack_of_blocks, embedding=lambda k: nn.Embedding(7, 4, key=k),
             positions=array(6, 4), blocks=stacked(Block, 2)), Rows(7, (4,))),
     }.items()
@@ -127,7 +110,5 @@ EQUATIONS: Table = {
         "checkpointed": (
             made(differential(diffrax.RecursiveCheckpointAdjoint(checkpoints=2)), **ODE), (2,)),
         "backwards": (made(differential(diffrax.BacksolveAdjoint()), **ODE), (2,)),
-        "adaptive": (made(differential(diffrax.RecursiveCheckpointAdjoint(), diffrax.Bosh3(),
-            diffrax.PIDController(rtol=1e-2, atol=1e-2)), **ODE), (2,)),
     }.items()
 }  # fmt: skip

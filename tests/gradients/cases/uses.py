@@ -53,12 +53,6 @@ def cut_in_three(w, x):
     return jax.nn.softmax(q @ k.T) @ v
 
 
-def over_slices_and_time(w, x):
-    """A stack of two matrices, gone over twice: once plainly, once at every step."""
-    layers = over_slices(lambda w, x: contract(w, x) / 4)
-    return lax.scan(lambda state, now: (layers(w, state + now),) * 2, layers(w, x)[0], x)[1]
-
-
 def carried_along(w, x):
     """A loop that hands its weights from step to step as they are."""
     step = lambda c, x: ((c[0], jnp.sin(c[0] @ c[1] + x)), None)  # noqa: E731
@@ -181,9 +175,6 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         "rows apart": (cut_in_three, (3 * WIDTH, WIDTH), (TOKENS, WIDTH)),
     },
     "more several uses": {
-        "same way": (lambda w, x: contract(w, x) @ w, (WIDTH, WIDTH), (TOKENS, WIDTH)),
-        "embedding, upright": (lambda w, t: jnp.sin(w[t]) * jnp.sin(w[t] @ w.T @ w), (9, 3), FOUND),
-        "slices and time": (over_slices_and_time, (2, WIDTH, WIDTH), (TOKENS, WIDTH)),
     },
 }  # fmt: skip
 

@@ -56,7 +56,6 @@ MET: Table = {
         @ jnp.concatenate([m["w"], m["b"][None]]), "w44 b4"),
     "tied, masked": of_arrays(
         lambda m, x: jnp.tanh(x @ (m["w"] * MASK)) @ (m["w"] * MASK).T, "w44"),
-    "scale and rows": of_arrays(lambda m, x: x * m["w"][0] + x @ m["w"], "w44"),
     "complex": of_arrays(lambda m, x: jnp.real(
         lax.complex(x, jnp.cos(x)) @ lax.complex(m["w"], m["v"])), "w44 v44"),
     "mask by data": of_arrays(lambda m, x: x[0] @ (m["w"] * (x[0][:, None] > 0)), "w44"),
@@ -64,17 +63,10 @@ MET: Table = {
         x @ m["w"] - lax.stop_gradient(jnp.sin(x) @ m["w"])) ** 2, "w44"),
     "low rank, frozen": of_arrays(
         lambda m, x: x @ (m["w"] + m["a"] @ m["c"]), "w44 a42 c24", frozen="w"),
-    "kernel standardised": of_arrays(lambda m, x: lax.conv(
-        x[None], (m["k"] - m["k"].mean((1, 2), keepdims=True))
-        / (m["k"].std((1, 2), keepdims=True) + 1e-2), (1,), "SAME"), "k232"),
     "layers, masked": of_arrays(lambda m, x: lax.scan(
         lambda h, w: (jnp.tanh(h @ (w * MASK)), None), x, m["e"])[0], "e344"),
-    "layers, shared": of_arrays(lambda m, x: lax.scan(
-        lambda h, w: (jnp.tanh(h @ (m["w"] + w)), None), x, m["e"])[0], "e344 w44"),
     "lookup, derived": of_arrays(
         lambda m, t: (jnp.exp(m["w"]) * MASK)[t], "w44", Rows(4, (3,))),
-    "lookup of a concatenation": of_arrays(lambda m, t, x: jnp.concatenate(
-        [m["w"], m["a"]])[t] * x, "w44 a24", Rows(6, (3,)), (3, 4)),
     "rows added to a table": of_arrays(
         lambda m, t, x: m["w"].at[t].add(x), "w54", Rows(5, (3,)), (3, 4)),
     "matrices looked up": of_arrays(lambda m, t, x: jnp.einsum(
