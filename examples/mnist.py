@@ -6,8 +6,7 @@
 - `scatter`: a linear layer on scattering features that are normalised in 27 groups of channels, as
   Tramer and Boneh train it.
 - `ours`: the same, on features that public images whiten (`whitening.py`) and the first steps of
-  the plan whiten again (`private_whitening.py`). One example is an image with its four shifts by a
-  pixel: their mean loss is clipped once. Test images are shifted, too.
+  the plan whiten again (`private_whitening.py`).
 
 Numbers were chosen with `--choose`: it trains on 40,000 images and measures accuracy on the other
 20,000 training images. Without it all 60,000 are trained on, and the test images are looked at for
