@@ -1,7 +1,8 @@
 """MNIST, and what the recipes of `mnist.py` train on: each image as a few views, computed once.
 
 A recipe's loss is the mean over an image's views, so an image stays one example however many views
-it has (De et al., 2022, augment images in this way).
+it has (De et al., 2022, augment images in this way). The recipes here make one view of an image:
+four more, shifted by a pixel, gave no higher accuracy on held-out images, at five times the work.
 """
 
 import gzip
@@ -16,7 +17,6 @@ from whitening import drawn_digits, unit, whitening
 
 FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 GROUPS, KEPT = 27, 600
-SHIFTS = ((0, 0), (0, 1), (0, -1), (1, 0), (-1, 0))
 CHUNK = 500  # images that are transformed at once
 
 Images = UInt8[np.ndarray, "n 28 28"]
@@ -66,7 +66,6 @@ def grouped(images: Images) -> Float16[np.ndarray, "n views ..."]:
 
 
 def whitened(images: Images) -> Float16[np.ndarray, "n views ..."]:
-    """Whitened features of an image and of its shifts."""
+    """Whitened features; one view of each image."""
     white = whitening(scattered(drawn_digits(4)), CHANNELS, KEPT)
-    shifted = (np.roll(images, shift, (1, 2)) / np.float32(255) for shift in SHIFTS)
-    return np.stack([white(scattered(view)).astype(np.float16) for view in shifted], axis=1)
+    return white(scattered(images / np.float32(255)))[:, None].astype(np.float16)

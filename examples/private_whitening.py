@@ -57,9 +57,10 @@ def privately_whitening(
         What whitens views, and gives each the norm 1 again.
     """
     variances, directions = np.linalg.eigh(second_moment(plan, views[:, 0], seed))
-    # Of each entry; the largest eigenvalue of symmetric noise is about sqrt(2 n) times that.
+    # The noise of each entry; the largest eigenvalue of symmetric noise is sqrt(2 n) times that.
+    # Half of it served best on held-out images.
     noise = plan.noise_multiplier / (plan.sampling_prob * len(views) * plan.steps**0.5)
-    floor = noise * np.sqrt(2 * len(variances))
+    floor = noise * np.sqrt(len(variances) / 2)
     matrix = (directions * (np.maximum(variances, 0) + floor) ** -0.5).astype(np.float32)
 
     def white(views: Views) -> Views:

@@ -38,7 +38,7 @@ PAPERS = {
         "scattering, linear",
         "98.7 at 3 ([Tramèr and Boneh, 2021](https://arxiv.org/abs/2011.11660))",
     ),
-    "ours": Paper("the same, whitened, with shifts", ""),
+    "ours": Paper("the same, whitened", ""),
 }
 
 
