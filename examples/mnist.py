@@ -76,7 +76,7 @@ def falling(rate: float, tempered: float = 0.0) -> Callable[[float, int], Any]:
 
 RECIPES = {
     "tanh": Recipe(as_images, lambda _, key: Convolutional(key), 512, 40, 0.1, lambda *_: 0.5),
-    "scatter": Recipe(grouped, lambda size, _: Linear(size), 2048, 40, 0.1, falling(150.0, 0.7)),
+    "scatter": Recipe(grouped, lambda size, _: Linear(size), 2048, 40, 0.3, falling(50.0, 0.7)),
     "ours": Recipe(whitened, lambda size, _: Linear(size), 2048, 40, 0.1, falling(45.0, 0.7), 300),
 }
 

@@ -100,7 +100,8 @@ def main(words: list[str] | None = None) -> None:
                 for epsilon in EPSILONS
                 if (name, epsilon, seed) not in done
             ]
-            for run in mnist.measured(name, images, wanted):
+            # Without a run that is missing, features are not computed.
+            for run in mnist.measured(name, images, wanted) if wanted else ():
                 with arguments.runs.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(run) + "\n")
                 print(run, flush=True)
