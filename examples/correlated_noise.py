@@ -50,7 +50,8 @@ def plans(epsilon: float, steps: int, epochs: int) -> dict[str, dp.PrivacyPlan]:
 
 def images() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Images of norm 1 and their labels: those to train on, and every fifth, which is held out."""
-    x, y = load_digits(return_X_y=True)
+    digits: Any = load_digits(return_X_y=True)
+    x, y = digits
     x = (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
     is_held_out, y = np.arange(len(x)) % 5 == 0, y.astype(np.int32)
     return (x[~is_held_out], y[~is_held_out]), (x[is_held_out], y[is_held_out])
