@@ -41,6 +41,7 @@ def correlated(row: Row) -> dict[str, dp.Step[Any]]:
     kinds = {
         "lambda_cgd, 2 draws": dp.Banded.lambda_cgd(0.5),
         f"bisr, {BANDS} draws": dp.Banded.bisr(BANDS),
+        f"bisr, {BANDS - 1} draws kept": dp.Banded.bisr(BANDS, keep=True),
         f"band_mf, {BANDS - 1} steps kept": dp.Banded.band_mf(BANDS, STEPS),
     }
     found = {"independent": step_of(row, PLAN)}
