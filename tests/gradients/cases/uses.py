@@ -175,6 +175,10 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         "rows apart": (cut_in_three, (3 * WIDTH, WIDTH), (TOKENS, WIDTH)),
     },
     "more several uses": {
+        "same way": (lambda w, x: contract(w, x) @ w, (WIDTH, WIDTH), (TOKENS, WIDTH)),
+        "opposite": (lambda w, x: x @ w - 2 * (x @ w.T).T, (1, 1), (1, 1)),
+        "embedding, upright": (lambda w, t: jnp.sin(w[t]) * jnp.sin(w[t] @ w.T @ w), (9, 3), FOUND),
+        "rows and columns": (lambda w, t: jnp.sin(w[t]) * w.T[t[::-1]], (4, 4), FOUND),
     },
 }  # fmt: skip
 
