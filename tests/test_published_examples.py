@@ -110,7 +110,8 @@ def test_recipes_of_mnist_learn_from_files(folder, capsys, monkeypatch):
     little = lambda epsilon, **plan: dp.PrivacyPlan(noise_multiplier=0.5, **plan)  # noqa: E731
     monkeypatch.setattr(dp.PrivacyPlan, "calibrate", little)
     for name, views in (("scatter", 1), ("ours", 1)):
-        recipe = mnist.RECIPES[name]._replace(batch=64, epochs=5)
+        recipe = mnist.RECIPES[name]
+        recipe = recipe._replace(batch=64, epochs=5, looks=min(recipe.looks, 100))
         monkeypatch.setitem(mnist.RECIPES, name, recipe)
         assert recipe.views(bars(4, 0)[0]).shape[:2] == (4, views)
         mnist.main(["--recipe", name, "--epsilon", "80", "--data", str(folder), "--choose"])
@@ -130,7 +131,10 @@ def test_all_steps_of_a_recipe_together_spend_its_epsilon(folder, monkeypatch):
     monkeypatch.setattr(dp.Trainer, "run", run)
     images, labels, test, test_labels = mnist.load_images(folder)
     recipe = mnist.RECIPES["ours"]._replace(
-        views=lambda x: x.reshape(len(x), 1, -1)[:, :, 200:216] / 256 + 0.01, batch=64, epochs=2
+        views=lambda x: x.reshape(len(x), 1, -1)[:, :, 200:216] / 256 + 0.01,
+        batch=64,
+        epochs=2,
+        looks=100,
     )
     data = [recipe.views(images), labels, recipe.views(test), test_labels]
     mnist.train(recipe, data, 2.0, 0)
