@@ -256,6 +256,7 @@ def test_lora_trains_adapters_alone(little_text, tmp_path):
     assert 0.99 < epsilon <= 1
 
 
+@pytest.mark.slow
 def test_gpt_splits_text_and_does_not_see_what_it_predicts():
     gpt = load("gpt")
     documents = [str(i) for i in range(40)]

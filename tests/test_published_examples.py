@@ -99,6 +99,7 @@ def test_a_second_moment_is_measured_by_the_steps_of_a_plan():
     assert before > 15 > 5 > after
 
 
+@pytest.mark.slow
 def test_recipes_of_mnist_learn_from_files(folder, capsys, monkeypatch):
     mnist, data = load("mnist"), load("mnist_data")
     digits, mixing = data.drawn_digits(1)[::12], np.random.default_rng(2).normal(size=(784, 324))
@@ -212,6 +213,7 @@ GPT2_NAMES = (
 )
 
 
+@pytest.mark.slow
 def test_a_model_is_read_by_the_names_of_gpt2(tmp_path):
     module, file = load("gpt2"), tmp_path / "model.safetensors"
     model, other = (module.GPT2(128, 16, 8, 1, 2, jax.random.key(seed)) for seed in range(2))

@@ -97,6 +97,7 @@ def trained():
     return {name: getattr(tour, name)(tour.rules_on(8)) for name in PLAIN + PRIVATE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [PLAIN, PRIVATE], ids=["plain", "private"])
 def test_all_devices_end_with_the_parameters_of_one(trained, names):
     alone = tour.parameters(getattr(tour, names[0])(tour.rules_on(1)).model)

@@ -86,6 +86,7 @@ def test_relations(relation):
 # Steps.
 
 
+@pytest.mark.slow
 def test_a_made_step_is_not_used_up():
     step = runs.make(policy=dp.load_policy("mixed_bfloat16"), microbatch_size=3)
     state = step.init(runs.small_model())

@@ -25,7 +25,7 @@ def few_of_each_frame(cases):
     names = {}
     for name, case in cases.items():
         names.setdefault(case.func, []).append(name)
-    return [name for of_frame in names.values() for name in of_frame[:4]]
+    return [name for of_frame in names.values() for name in of_frame[:2]]
 
 
 @pytest.mark.parametrize("name", curated(HONEST, few_of_each_frame(HONEST)))

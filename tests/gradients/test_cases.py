@@ -157,8 +157,8 @@ FACTORING = ["book_keeping", "ghost"]
 
 
 AT_ONCE = {
-    "book_keeping": ("contractions", "lookups"),
-    "ghost": ("scans",),
+    "book_keeping": ("lookups",),
+    "ghost": (),
     "per_example": ("views",),
 }
 

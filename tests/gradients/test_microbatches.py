@@ -131,7 +131,11 @@ REAL_OF_16 = {
 
 
 @pytest.mark.parametrize(
-    ("size", "axes"), [(1, {"data": 4}), (3, {"data": 4, "model": 2}), (None, {"data": 4})]
+    ("size", "axes"),
+    [
+        (3, {"data": 4, "model": 2}),
+        *curated([(1, {"data": 4}), (None, {"data": 4})], []),
+    ],
 )
 def test_devices_with_different_numbers_of_examples(size, axes):
     """Each computes its own examples alone, and the sum is that of one device."""

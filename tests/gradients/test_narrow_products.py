@@ -124,6 +124,7 @@ WIDE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "loss", "rules", "truth"),
     curated(WIDE, [WIDE[1]]),

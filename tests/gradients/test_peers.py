@@ -35,6 +35,7 @@ def of_jax_privacy(loss, **settings):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "padding", "keep_batch_dim"),
     [(SETTINGS[0], None, False), *((settings, PADDING, True) for settings in SETTINGS)],

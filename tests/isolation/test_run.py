@@ -19,6 +19,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, PartitionSpec
 
 from eqx_dp.isolation import engines_rule, run_apart
+from tests.tiers import curated
 
 NO_LOSS = jax.make_jaxpr(lambda: 0.0)().jaxpr
 KERNEL = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 2)), jnp.float32)
@@ -131,7 +132,7 @@ def changed_others(function, changed=2):
     )
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", curated(APART, [*APART][::2]))
 def test_what_keeps_examples_apart_is_run(name):
     # Convolutions are rewritten, and may add up in another order: of whole numbers, to the same.
     examples = jnp.round(4 * EXAMPLES) if "kernel's gradient" in name else EXAMPLES

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import eqx_dp as dp
 from tests import models, oracle
 from tests.gradients import jitted
+from tests.tiers import curated
 
 BF16, F16, F32 = map(jnp.dtype, ("bfloat16", "float16", "float32"))
 # Three dtypes that cannot be mixed up, so that every cast tells which one it was.
@@ -260,6 +261,7 @@ def act(x):
     return jnp.abs(x)
 
 
+@pytest.mark.slow
 def test_serialisation_pickle_and_copies(tmp_path):
     policy = policy_of("Linear=float16")
     model = eqx.nn.MLP(3, 2, 4, 1, act, act, key=jax.random.key(0))
@@ -334,7 +336,11 @@ def reference():
     return case, batch, clip, truth
 
 
-@pytest.mark.parametrize("policy", RULED, ids=["wide head", "narrow head"])
+@pytest.mark.parametrize(
+    "policy",
+    [RULED[0], pytest.param(RULED[1], marks=pytest.mark.slow)],
+    ids=["wide head", "narrow head"],
+)
 def test_a_paired_model_and_a_policy_beside_the_model_are_one(policy):
     case, batch, clip, _ = reference()
     alone = jitted.grad(case.loss, l2_clip_norm=clip)
@@ -349,7 +355,7 @@ def test_a_paired_model_and_a_policy_beside_the_model_are_one(policy):
     assert (grads[0] != oracle.vector(alone(case.model, *batch))).any()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", curated(METHODS, ["book_keeping"]))
 def test_no_example_passes_the_clip_norm(method):
     case, batch, clip, _ = reference()
     policy = policy_of("layers.0=float16", "layers.2=float32")

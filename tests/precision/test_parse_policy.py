@@ -90,6 +90,7 @@ SETTINGS = st.fixed_dictionaries(
 RULES = st.lists(st.tuples(PATTERNS, DTYPES), max_size=3, unique_by=lambda rule: rule[0])
 
 
+@pytest.mark.slow
 @hypothesis.given(settings=SETTINGS, rules=RULES)
 @hypothesis.settings(max_examples=200, deadline=None)
 def test_str_parses_back_to_an_equal_policy(settings, rules):

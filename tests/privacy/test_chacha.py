@@ -87,6 +87,7 @@ def test_bits(width):
     assert abs(np.unique(found).size - expected) < 5 * np.sqrt(expected)
 
 
+@pytest.mark.slow
 def test_composes_with_transformations():
     keys = jax.random.split(KEY, 3)
 

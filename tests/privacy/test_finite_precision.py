@@ -122,6 +122,7 @@ def test_what_jax_draws(attacks):
         assert PLAN.uncertified_delta(entries) == pytest.approx(exact, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("draws", "models"), [(2 * 10**6, 2), pytest.param(10**8, 240, marks=pytest.mark.slow)]

@@ -26,7 +26,7 @@ def of_gaussian(moved, delta):
     return optimize.brentq(excess, 0, 100)
 
 
-@pytest.mark.parametrize(("noise", "delta"), [(1.0, 1e-2), (4.0, 3e-4)])
+@pytest.mark.parametrize(("noise", "delta"), curated([(1.0, 1e-2), (4.0, 3e-4)], [(1.0, 1e-2)]))
 @pytest.mark.parametrize(
     ("kind", "column"), [(BINS(1), (1,)), (BINS(1), (1, 0.5)), (ANEW(1), (1,))]
 )
@@ -61,9 +61,9 @@ def in_the_plane(modes, noise, delta):
     ("column", "steps", "noise", "delta"),
     [
         ((1.0,), 2, 0.6, 5e-4),
-        ((1.0,), 6, 2.0, 1e-3),
+        pytest.param((1.0,), 6, 2.0, 1e-3, marks=pytest.mark.slow),
         ((1.0, 0.5), 3, 1.0, 5e-4),
-        ((1, 0.3, 0.2), 6, 3.0, 1e-3),
+        pytest.param((1, 0.3, 0.2), 6, 3.0, 1e-3, marks=pytest.mark.slow),
     ],
 )
 def test_two_bins_by_an_integral(column, steps, noise, delta):

@@ -232,10 +232,20 @@ def test_the_key_is_not_shown(show):
     [
         (None, "float32", "float32", "float32"),
         (("float32", "float64"), "float32", "float64", "float64"),
-        (("float32", "float32"), "float64", "float32", "float64"),
+        pytest.param(
+            ("float32", "float32"), "float64", "float32", "float64", marks=pytest.mark.slow
+        ),
         (("float32", "bfloat16", True), "float32", "bfloat16", "float32"),
-        (("float32", "float32", True), "bfloat16", "float32", "float32"),
-        (("bfloat16", "bfloat16", True), "bfloat16", "bfloat16", "bfloat16"),
+        pytest.param(
+            ("float32", "float32", True), "bfloat16", "float32", "float32", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("bfloat16", "bfloat16", True),
+            "bfloat16",
+            "bfloat16",
+            "bfloat16",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_dtypes(chosen, gradient, drawn, result):
@@ -448,6 +458,7 @@ def test_donated_state_does_not_take_the_callers_key_along(make_key):
     jax.random.normal(key)
 
 
+@pytest.mark.slow
 def test_small_leaves_are_noised_as_alone():
     """In one kernel with others, whatever their number and dtypes."""
     privatizer = gaussian_privatizer(stddev=1.0, key=KEY)

@@ -228,6 +228,7 @@ def attack_of(plan, steps):
     return attack_on(report.run.Run("x", plan, [], steps, plan.epsilon(steps), [], {}, {}, {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from tests.sharding.losses import WEIGHT, Says, X, assert_like_free, gradient, mesh_of
+from tests.tiers import curated
 
 KINDS = ["auto", "explicit"]
 MESHES = {kind: mesh_of(kind, data=4, model=2) for kind in KINDS}
@@ -84,7 +85,7 @@ def test_where_a_batch_may_be_constrained(make_loss, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+@pytest.mark.parametrize("method", curated(["book_keeping", "ghost", "per_example"], ["ghost"]))
 def test_a_loss_on_one_example_speaks_of_the_other_axes(kind, method):
     def make_loss(says):
         def loss(w, x):

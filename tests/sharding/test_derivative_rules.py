@@ -72,6 +72,7 @@ def of_a_linear_system(says):
     return lambda w, x: jnp.sum(solve(says.constrain(hidden(says, w, x), P("data"))) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "make_loss",

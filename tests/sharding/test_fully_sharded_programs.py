@@ -110,6 +110,7 @@ def test_steps_are_those_of_one_device(kind):
     assert all(x.sharding.is_equivalent_to(spec, 3) for x in moments)
 
 
+@pytest.mark.slow
 def test_a_step_passes_its_checks():
     policy = dp.load_policy("mixed_bfloat16")
     options = {"policy": policy, "method": "ghost", "microbatch_size": 1}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
+from tests.tiers import curated
 from tests.training import runs
 from tests.training.runs import assert_same, leaves, rules_of, seeded, small_model, trainer
 
@@ -20,7 +21,7 @@ def models_of(step, count):
         yield jax.tree.map(np.asarray, (state.model, state.averaged))
 
 
-@pytest.mark.parametrize(("ema", "kind"), [(0.9, None), (0.0, "Explicit")])
+@pytest.mark.parametrize(("ema", "kind"), curated([(0.9, None), (0.0, "Explicit")], [(0.9, None)]))
 def test_it_is_the_weighted_mean_of_the_models_so_far(ema, kind):
     models, rules = [], kind and rules_of(kind)
     for model, averaged in models_of(seeded(ema=ema, sharding=rules), 5):

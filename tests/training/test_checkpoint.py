@@ -62,6 +62,7 @@ def test_a_state_comes_back_bit_for_bit(name, tmp_path, recwarn):
         assert not np.array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_other_numbers_of_devices(kind, tmp_path):
     many = make(sharding=runs.rules_of(kind), ema=0.9)
@@ -78,6 +79,7 @@ def test_other_numbers_of_devices(kind, tmp_path):
     assert int(runs.trainer(tmp_path, many).run(small_model()).step) == 10
 
 
+@pytest.mark.slow
 def test_what_changed_beside_the_model_is_made_anew(tmp_path):
     """Another optimizer; an average that begins, one that is not kept any more; another dtype."""
     state = runs.trainer(tmp_path, make()).run(small_model(), steps=2)

@@ -8,6 +8,7 @@ import time
 import pytest
 
 import eqx_dp as dp
+from tests.tiers import curated
 from tests.training import fire, runs
 from tests.training.fire import PLAN, STEPS, Place
 from tests.training.processes import Fleet
@@ -76,6 +77,7 @@ MANY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kills", "hosts", "is_store", "seed"), MANY)
 def test_killed_at_random_moments(kills, hosts, is_store, seed, fleet, tmp_path):
     """Over several directories: a new one as soon as the plan of one is used up."""
@@ -107,7 +109,7 @@ def test_two_processes_at_once_stay_within_the_plan(is_store, fleet, tmp_path):
         ends(fleet, place, 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", curated([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_asked_to_stop_it_loses_no_step(number, fleet, tmp_path):
     place = Place(tmp_path)
     run = fleet.start(fire.slowly, place)
@@ -131,6 +133,7 @@ def test_asked_to_stop_it_loses_no_step(number, fleet, tmp_path):
     place.recording.assert_fresh()
 
 
+@pytest.mark.slow
 def test_interrupted_twice_it_ends_at_once(fleet, tmp_path):
     place = Place(tmp_path)
     run = fleet.start(fire.interrupted_twice, place)
@@ -166,6 +169,7 @@ def test_two_hosts_stop_together_and_one_does_not_wait_for_a_dead_one(fleet, tmp
     ends(fleet, place, 2)
 
 
+@pytest.mark.slow
 def test_a_full_disk_takes_no_step_that_is_not_noted(fleet, tmp_path):
     place = Place(tmp_path)
     run = fleet.start(fire.with_a_full_disk, place, 64)
@@ -180,6 +184,7 @@ def test_a_full_disk_takes_no_step_that_is_not_noted(fleet, tmp_path):
     assert runs.released(place.files) == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "arguments"),
     [

@@ -109,6 +109,7 @@ def test_updates_of_another_model_are_refused(updates, named):
         dp.apply_updates({"a": jnp.ones(3), "b": jax.nn.relu}, updates)
 
 
+@pytest.mark.slow
 def test_a_paired_model_brings_its_policy():
     linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
     model = STOCHASTIC.cast_to_param(linear)

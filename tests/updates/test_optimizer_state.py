@@ -34,7 +34,7 @@ def moments(state):
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [
-        ("c=bf16,o=f32", "float32"),
+        pytest.param("c=bf16,o=f32", "float32", marks=pytest.mark.slow),
         ("p=bf16,c=bf16,o=f32", "float32"),
         (f"c=f32,{NARROW}", "bfloat16"),
     ],
@@ -75,6 +75,7 @@ def test_what_an_optimizer_narrows_by_itself_is_refused():
     taken(made(f"c=f32,{NARROW}", optimizer))
 
 
+@pytest.mark.slow
 def test_the_bits_are_of_the_seed_the_step_and_the_path():
     """What a step makes of its parameters is what `apply_updates` makes with its key."""
     rate = 2.0**-9
