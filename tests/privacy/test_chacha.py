@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eqx_dp.privacy import key_from_secret
-from eqx_dp.privacy.chacha import GENERATORS, block
+from eqx_dp.privacy.chacha import block
 from tests.sharding.compiled import collectives
 from tests.sharding.losses import mesh_of
 
@@ -85,23 +85,6 @@ def test_bits(width):
         assert abs(share - 0.5) < 5 * 0.5 / 10**2.5
     expected = 2.0**width * -np.expm1(-found.size / 2.0**width)
     assert abs(np.unique(found).size - expected) < 5 * np.sqrt(expected)
-
-
-@pytest.mark.slow
-def test_composes_with_transformations():
-    keys = jax.random.split(KEY, 3)
-
-    def draw(key):
-        return jax.random.normal(jax.random.fold_in(key, 7), (4,))
-
-    alone = np.stack([draw(key) for key in keys])
-    np.testing.assert_array_equal(jax.vmap(draw)(keys), alone)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(draw))(keys), alone)
-    np.testing.assert_array_equal(jax.lax.map(draw, keys), alone)
-    scanned = jax.lax.scan(lambda key, _: (jax.random.fold_in(key, 1),) * 2, KEY, None, length=2)
-    expected = jax.random.fold_in(jax.random.fold_in(KEY, 1), 1)
-    assert jax.random.key_data(scanned[0]).tolist() == jax.random.key_data(expected).tolist()
-    assert jax.random.key(2**40 + 1, impl=GENERATORS[12]).dtype == KEY.dtype
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
