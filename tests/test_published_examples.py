@@ -121,6 +121,7 @@ def test_recipes_of_mnist_learn_from_files(folder, capsys, monkeypatch):
         assert run["accuracy"] > 0.5
 
 
+@pytest.mark.slow
 def test_all_steps_of_a_recipe_together_spend_its_epsilon(folder, monkeypatch):
     mnist, taken = load("mnist"), []
     real = dp.Trainer.run

@@ -76,8 +76,7 @@ ELSEWHERE = ("key", "aux", "clip norms of layers", "clip norms of layers, rescal
     by_method(
         OPTIONS,
         book_keeping=[name for name in OPTIONS if name not in ELSEWHERE],
-        ghost=("clip norms of layers", "aux"),
-        per_example=("rescaled", "clip norms of layers, rescaled"),
+        ghost=("clip norms of layers, rescaled", "aux"),
     ),
 )
 def test_agrees_with_the_oracle(name, method):

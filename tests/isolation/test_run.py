@@ -132,7 +132,7 @@ def changed_others(function, changed=2):
     )
 
 
-@pytest.mark.parametrize("name", curated(APART, [*APART][::2]))
+@pytest.mark.parametrize("name", curated(APART, [*APART][::4]))
 def test_what_keeps_examples_apart_is_run(name):
     # Convolutions are rewritten, and may add up in another order: of whole numbers, to the same.
     examples = jnp.round(4 * EXAMPLES) if "kernel's gradient" in name else EXAMPLES

@@ -29,7 +29,7 @@ SEARCHED = [
 
 
 @pytest.mark.parametrize(
-    "row", [*SEARCHED[:2], *(pytest.param(row, marks=pytest.mark.slow) for row in SEARCHED[2:])]
+    "row", [*SEARCHED[:1], *(pytest.param(row, marks=pytest.mark.slow) for row in SEARCHED[1:])]
 )
 def test_noise_is_that_of_a_fine_search(row):
     epsilon, delta, sampling_prob, steps, relation, expected = row

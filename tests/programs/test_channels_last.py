@@ -102,6 +102,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_wherever_they_are(where):
     check(ELSEWHERE[where], numbers(2, 3, 5, 4))

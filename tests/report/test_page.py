@@ -42,6 +42,7 @@ def text_of(directory):
 # What it says.
 
 
+@pytest.mark.slow
 def test_it_says_what_the_run_says_and_changes_nothing(run):
     before = sorted(run.rglob("*"))
     text = text_of(run)

@@ -97,6 +97,7 @@ def test_killed_at_random_moments(kills, hosts, is_store, seed, fleet, tmp_path)
     assert len(set(everything)) == len(everything) > STEPS / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_store", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_processes_at_once_stay_within_the_plan(is_store, fleet, tmp_path):
     place = Place(tmp_path, is_store)

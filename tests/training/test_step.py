@@ -102,7 +102,7 @@ RULES = {
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "auto", *(pytest.param(n, marks=pytest.mark.slow) for n in [*RULES][2:])]
+    "name", ["none", *(pytest.param(n, marks=pytest.mark.slow) for n in [*RULES][1:])]
 )
 def test_a_step_is_traced_and_compiled_once(name):
     traces = 0
