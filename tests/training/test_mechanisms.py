@@ -11,7 +11,6 @@ from tests.training.processes import Fleet
 
 CYCLIC, STEPS = dp.sampling.CyclicPoisson(0.5, 2), 4
 PLANS = {
-    "cyclic": {"sampling": CYCLIC},
     "fixed size": {"sampling": dp.sampling.FixedSize(16, runs.NUM_EXAMPLES)},
     "bins": {"sampling": dp.sampling.BallsInBins(4), "noise": dp.Banded.bisr(2)},
     "allocation": {"sampling": dp.sampling.RandomAllocation(2)},
