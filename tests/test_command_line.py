@@ -1,6 +1,7 @@
 """The command line: what it prints, writes and refuses."""
 
 import json
+import pathlib
 import subprocess
 import sys
 from pathlib import Path
@@ -68,15 +69,17 @@ def test_policies_shows_and_checks_one(tmp_path, capsys):
 RUN = ("epsilon", "--examples", "6000", "--batch", "60", "--epochs", "2")
 
 
-def test_epsilon_of_a_noise_multiplier_is_the_plan_s(capsys):
+def test_epsilon_of_a_noise_multiplier_is_the_plan_s(capsys, tmp_path):
     found = json.loads(printed(capsys, *RUN, "--noise-multiplier", "1.1", "--json"))
     plan = dp.PrivacyPlan(sampling_prob=0.01, steps=200, noise_multiplier=1.1, delta=1 / 60_000)
     assert dp.PrivacyPlan.from_json(json.dumps(found["plan"])) == plan
     assert found["spent"][-1] == {"steps": 200, "epsilon": plan.epsilon()}
     assert found["spent"][4]["epsilon"] == plan.epsilon(100)
-    text = printed(capsys, *RUN, "--noise-multiplier", "1.1")
-    (line,) = (line for line in text.splitlines() if line.startswith("dp.PrivacyPlan"))
-    assert eval(line, {"dp": dp}) == plan
+    (file := tmp_path / "plan.json").write_text(plan.to_json())
+    for words in ((*RUN, "--noise-multiplier", "1.1"), ("epsilon", "--plan", str(file))):
+        text = printed(capsys, *words)
+        (line,) = (line for line in text.splitlines() if line.startswith("dp.PrivacyPlan"))
+        assert eval(line, {"dp": dp, "pathlib": pathlib}) == plan
 
 
 @pytest.mark.slow

@@ -104,8 +104,8 @@ class Quantile(ClippingRule):
         quantile: the share of gradients that the clip norm should leave unclipped, in [0, 1].
         clip_norm: the first clip norm, > 0.
         learning_rate: of the clip norm's logarithm, > 0. A step changes the clip norm by at most
-            exp(`learning_rate`). Twice that of the paper, so that a first clip norm that is wrong
-            by 100 times is forgotten after 25 steps.
+            exp(`learning_rate`). The default is twice that of the paper: a first clip norm that is
+            100 times too large or too small is corrected within about 25 steps.
         weight: of the count, in (0, 1]. The noise on the share of a batch of B examples has the
             standard deviation noise multiplier x `l2_norm_bound` / (`weight` B).
 

@@ -29,10 +29,11 @@ class DeviceBytes(NamedTuple):
             gathered from other devices. For parameters that are spread over example axes: a
             device's parts, and the arrays that are gathered at a time: the slices of one step of a
             scan over them, or the largest.
-        gradients: the sum of clipped gradients; with microbatches, that sum in two floats, and the
-            sum of one microbatch. Each device holds a whole sum until the devices' sums are added
-            (divided over axes without examples). If the parameter is spread over example axes: its
-            part of the sum, and the sums that are whole at a time before they are scattered.
+        gradients: the sum of clipped gradients; with microbatches, that sum in float64 or in two
+            floats, and the sum of one microbatch. Each device holds a whole sum until the devices'
+            sums are added (divided over axes without examples). If the parameter is spread over
+            example axes: its part of the sum, and the sums that are whole at a time before they
+            are scattered.
         optimizer: the optimizer's state.
         batch: the examples and the mask.
         per_example: what the engine holds for the examples of one microbatch, by the estimate of

@@ -41,8 +41,7 @@ class GaussianPrivatizerState(NamedTuple):
         key: A fresh key, or the one handed in, or one made from the secret handed in; never
             changed. Secret: do not save it, and let `init` draw another one at the next start.
         step: How many updates have been made; a scalar int32.
-        past: What the last updates keep, latest first, where a strategy keeps something; as secret
-            as the key.
+        past: What the last updates keep, latest first, if anything is kept. As secret as the key.
     """
 
     key: PRNGKeyArray
@@ -125,8 +124,7 @@ def gaussian_privatizer(
 
     With `correlation`, an update takes back part of the noise of updates before, which is drawn
     again, or kept in the state. One update is then no Gaussian mechanism by itself: all together
-    are the matrix mechanism that `dp.Banded` describes, for as long as the state is that of one
-    `init`.
+    are the matrix mechanism that `dp.Banded` describes, while the state is that of one `init`.
 
     With sharding rules every device draws its own part of the noise, without communication, and the
     same key gives the same noise on any number of devices and hosts.
@@ -236,9 +234,8 @@ class NoiseMark(NamedTuple):
     """The mark of the equation (a jitted call) that adds noise to the leaves of a tree.
 
     Operands are the leaves, one key and, where there is one, the number of the step, and what steps
-    before kept. Results are the noisy leaves, and what this step keeps. The noise
-    of a leaf follows from the key, as if these words were folded in one after another: the prefix,
-    the step, the leaf's own.
+    before kept. Results are the noisy leaves, and what this step keeps. The noise of a leaf follows
+    from the key, as if the prefix, the step and the leaf's own words were folded in one by one.
 
     Attributes:
         stddev: standard deviation of the noise.
