@@ -13,6 +13,7 @@ Hypothesis tries the same cases in every run, so that CI repeats what was seen b
 """
 
 import gc
+import itertools
 import os
 import tempfile
 
@@ -39,6 +40,7 @@ _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-")
 jax.config.update("jax_compilation_cache_dir", _PROGRAMS.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
+_started = itertools.count(1)
 _is_fast = True  # also for the models that test modules make as they are imported
 jax.config.update("jax_disable_most_optimizations", _is_fast)
 
@@ -64,9 +66,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _is_fast
-    if _is_fast == _is_optimized(item):
+    is_other = _is_fast == _is_optimized(item)
+    if is_other:
         _is_fast = not _is_fast
         jax.config.update("jax_disable_most_optimizations", _is_fast)
+    # Linux ends a process that maps more than 65,530 pieces of memory, and programs are such pieces.
+    if is_other or next(_started) % 100 == 0:
         jax.clear_caches()
 
 
