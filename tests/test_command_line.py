@@ -52,10 +52,9 @@ def test_policies_lists_every_preset(capsys):
 
 
 def test_policies_shows_and_checks_one(tmp_path, capsys):
+    shown = f"in full: {dp.load_policy('mixed_float8')}"
     for arguments in (("mixed_float8",), ("--check", "mixed_float8")):
-        assert f"in full: {dp.load_policy('mixed_float8')}" in printed(
-            capsys, "policies", *arguments
-        )
+        assert shown in printed(capsys, "policies", *arguments)
     file = tmp_path / "mine.toml"
     file.write_text("[dtypes]\nparams = 3\n")
     error = refused(capsys, "policies", "--check", str(file))
@@ -75,25 +74,28 @@ def test_epsilon_of_a_noise_multiplier_is_the_plan_s(capsys, tmp_path):
     assert dp.PrivacyPlan.from_json(json.dumps(found["plan"])) == plan
     assert found["spent"][-1] == {"steps": 200, "epsilon": plan.epsilon()}
     assert found["spent"][4]["epsilon"] == plan.epsilon(100)
-    (file := tmp_path / "plan.json").write_text(plan.to_json())
-    for words in ((*RUN, "--noise-multiplier", "1.1"), ("epsilon", "--plan", str(file))):
+    mine = "epsilon", "--plan", str(file := tmp_path / "plan.json")
+    bins, users = dp.sampling.BallsInBins(1), dp.Users(None, 2)
+    other = dp.PrivacyPlan(None, 1, 1, 0.1, sampling=bins, unit=users)
+    file.write_text(other.to_json())
+    for words, known in (((*RUN, "--noise-multiplier", "1.1"), plan), (mine, other)):
         text = printed(capsys, *words)
         (line,) = (line for line in text.splitlines() if line.startswith("dp.PrivacyPlan"))
-        assert eval(line, {"dp": dp, "pathlib": pathlib}) == plan
+        assert eval(line, {"dp": dp, "pathlib": pathlib}) == known
+    assert "confidence 0.999999)\neach user is in a step" in text
+    assert "the plan alone" in refused(capsys, *mine, "--delta", "1e-9")
 
 
 @pytest.mark.slow
 def test_epsilon_finds_the_noise_of_a_budget(capsys):
-    relation = ("--relation", "replace-one")
-    text = printed(capsys, *RUN, "--epsilon", "2", "--delta", "1e-5", *relation)
+    text = printed(capsys, *RUN, "--epsilon=2", "--delta=1e-5", "--relation=replace-one")
     assert "epsilon 2.000, delta 1e-05, after 200 steps" in text
     assert "NeighboringRelation.REPLACE_ONE" in text
 
 
 def test_epsilon_refuses_what_no_run_can_be(capsys):
     words = (*RUN, "--noise-multiplier", "1")
-    message = "--batch: found 7000; allowed: at most 6000"
-    assert message in refused(capsys, *words, "--batch", "7000")
+    assert "--batch: found 7000; allowed: at most 6000" in refused(capsys, *words, "--batch=7000")
     assert "delta" in refused(capsys, *words, "--delta", "2")
     for wrong in ("0", "-1", "nan", "inf", "much"):
         with pytest.raises(SystemExit):

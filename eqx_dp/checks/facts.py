@@ -79,7 +79,8 @@ class Fact(NamedTuple):
         is_exact: whether the bounds are reached.
         over: mesh axes; this is a device's part of the sum over their devices.
         is_random: whether a public value contains random numbers, or a sum has some added.
-        is_past: whether it is the noise that a privatizer keeps for later steps, as it is.
+        past: of noise that a privatizer keeps for later steps, as it is: where it was added, and
+            its place among what is kept for the next step.
         reason: why a value is private; a key of `marked.REASONS`.
         where: the source line of the reason.
     """
@@ -95,7 +96,7 @@ class Fact(NamedTuple):
     is_exact: bool = False
     over: frozenset[str] = frozenset()
     is_random: bool = False
-    is_past: bool = False
+    past: Path = ()
     reason: str = ""
     where: str = ""
 
@@ -105,7 +106,7 @@ class Fact(NamedTuple):
         return self.kind is Kind.PUBLIC
 
 
-PAST = Fact(Kind.PRIVATE, is_past=True, reason="past")
+PAST = Fact(Kind.PRIVATE, reason="past")
 """The fact about noise that a privatizer keeps: as secret as a key, and an operand of noise."""
 
 _LARGE = 1 << 20

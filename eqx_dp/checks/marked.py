@@ -166,17 +166,17 @@ def noise(
     leaves, rest = inputs[: len(mark.leaves)], inputs[len(mark.leaves) :]
     if not mark.leaves or mark.stddev == 0:
         return leaves + [Fact()] * (len(equation.outvars) - len(leaves))
-    pairs = 2 * len(mark.leaves)  # of what one step keeps, where steps keep something
-    kept = pairs * mark.correlation.kept
-    counts = len(rest) - kept, len(equation.outvars) - (pairs if kept else 0)
+    count = 2 * len(mark.leaves) * mark.correlation.kept
+    kept = [PAST._replace(past=(*context.path, place)) for place in range(count)]
+    counts = len(rest) - count, len(equation.outvars) - count
     is_plain = is_as_marked(equation) and counts == (1 + mark.has_step, len(mark.leaves))
-    is_secret = [fact.is_past and i >= counts[0] for i, fact in enumerate(rest)]
-    if not is_plain or not all(x.is_public or its for x, its in zip(rest, is_secret, strict=True)):
-        found = "noise is mapped (vmap), is another one on each device, or has a private key"
-        advice = "Add noise in a plain call, on the sum of all devices, with a key that is secret."
+    is_own = [x.is_public or x.past == (*context.path, i - counts[0]) for i, x in enumerate(rest)]
+    if not (is_plain and all(is_own)):
+        found = "noise is mapped, is another one on each device, or its key or state is not its own"
+        advice = "Add noise in a plain call, on the sum of all devices; return its state as it is."
         record.note(context, "fresh noise", found, advice, is_decided=False)
         lost = [_lost(inputs, "noised", context.line)] * counts[1]
-        return lost + [PAST] * (len(equation.outvars) - counts[1])
+        return lost + kept
     key = rest[0].key or Key(None)
     if mark.has_step:  # else the key must be for nothing else, and counts as it is
         key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
@@ -197,7 +197,7 @@ def noise(
         record.releases[used] = Release(
             rows, mark.stddev, mark.correlation, is_exact, loops, context
         )
-    return found + [PAST] * (len(equation.outvars) - len(found))
+    return found + kept
 
 
 def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> Fact:

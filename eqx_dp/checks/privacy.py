@@ -16,7 +16,7 @@ from ..programs import users_line
 from ..shown import shown, some
 from ..trees import is_key
 from .arguments import Argument, arguments_of, arrays_in, next_arguments, traceable, under
-from .facts import PAST, Fact, Kind, Ref, key_bytes
+from .facts import Fact, Kind, Ref, key_bytes
 from .flow import Context
 from .keys import FIRST, Along, Key, Number
 from .privacy_flow import PrivacyFlow
@@ -65,7 +65,8 @@ in each call; so has the key that the loss draws with, of which nothing may be s
     | examples apart | examples of the engine are rows of the private arguments, each once, and \
 what they meet slot by slot is the same for all |
     | padding | the engine is given a mask, if the plan samples |
-    | sampling | a `sampler` that is given draws as the plan accounts for |
+    | sampling | a `sampler` that is given draws as the plan accounts for: by its kind, for as \
+many steps, and of its users |
 
     **Guarantee.** If the report is `ok`, one call of the step is a Gaussian mechanism on the
     private arguments with at least the report's `noise_multiplier`, repeated `steps` times on other
@@ -101,7 +102,8 @@ undecided: rows move; draw in the loss, with its key |
 axes of the `psum` and devices have one model |
     | a key that a loop splits and carries | undecided: split before it, or fold a counter in |
     | a host function returns a value | undecided: it may depend on any data |
-    | noise that a privatizer keeps in its state | a violation, if it leaves in another way |
+    | noise that a privatizer keeps in its state | a violation, if it leaves in another way; \
+undecided, if it comes back changed, in another place, or in another state |
     | private data stays in the state | undecided, unless `kept` names it; a violation if the next \
 call's model is made of it |
     | noise in one of two branches | counts as if both branches ran |
@@ -176,7 +178,7 @@ call's model is made of it |
     def coming_back(found: list[Fact], which: list[bool]) -> dict[int, Fact]:
         """The facts about arguments that results come back as; those not known before."""
         return {
-            i: PAST if x.reason == "past" else _kept(arguments[i])
+            i: x if x.reason == "past" else _kept(arguments[i])
             for x, at, is_meant in zip(found, returns, which, strict=True)
             if not x.is_public and (is_meant or x.reason == "past")
             for i in at

@@ -216,7 +216,7 @@ def _differs(fact: Fact, line: str) -> Fact:
 
 def _symbol(fact: Fact, name: Hashable, line: str) -> Fact:
     """The fact about a carry at the beginning of a turn, if it may change."""
-    return (fact if fact.is_past else made_of([fact], "loop", line))._replace(
+    return (fact if fact.past else made_of([fact], "loop", line))._replace(
         number=Number(name) if fact.number and fact.number.is_one else None,
         key=fact.key and Key(name if fact.key.is_one else None, is_words=fact.key.is_words),
     )
@@ -224,11 +224,11 @@ def _symbol(fact: Fact, name: Hashable, line: str) -> Fact:
 
 def _widened(start: Fact, end: Fact, context: Context) -> Fact:
     """The fact at the beginning of a turn, given that at its end: numbers grow, keys stay."""
-    number, key = start.number, start.key
+    if start.is_public and end.past:  # before step 0 nothing is kept
+        return end
+    number, key = start.number, start.key if start.key == end.key else Key(None)
     if number is None or end.number is None or end.number != number.plus(end.number.offset):
         number = None
-    if key != end.key:
-        key = Key(None)
     return made_of([start, end], "loop", context.line)._replace(number=number, key=key)
 
 

@@ -117,7 +117,7 @@ def _leaving(step: TracedStep) -> list[Finding]:
     leaving = defaultdict[Finding, list[str]](list)
     for name, fact, returns, is_state, is_disclosed, is_kept in step.results:
         is_told = bool(step.record.found) and fact.reason in ("mixed", "noised")
-        is_secret = bool(returns) and (fact.is_past if fact.reason == "past" else is_kept)
+        is_secret = bool(returns) and (bool(fact.past) if fact.reason == "past" else is_kept)
         if not (fact.is_public or is_disclosed or is_secret or is_told):
             stays = bool(returns) and is_state and not step.reaches_model
             leaving[_how(fact, stays)].append(name)

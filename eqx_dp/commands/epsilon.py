@@ -43,7 +43,7 @@ def _plan(arguments: argparse.Namespace) -> PrivacyPlan:
     given = vars(arguments)
     needed = ("examples",), ("batch",), ("epochs", "steps"), ("epsilon", "noise_multiplier")
     if arguments.plan is not None:
-        if any(given[name] for names in needed for name in names):
+        if any(given[name] for names in (*needed, ("delta",)) for name in names):
             raise ValueError("--plan: found other numbers beside it; allowed: the plan alone")
         return PrivacyPlan.from_json(arguments.plan.read_text())
     for names in needed:
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.json:
         rows = [{"steps": step, "epsilon": epsilon} for step, epsilon in spent.items()]
         return json.dumps({"plan": json.loads(plan.to_json()), "spent": rows}, indent=2)
+    confidence = plan.accounting_confidence
     rows = [
         (f"{step:,}", f"{step * plan.sampling_prob:.3g}", f"{epsilon:.3f}")
         for step, epsilon in spent.items()
@@ -85,8 +86,10 @@ def run(arguments: argparse.Namespace) -> str:
         *aligned([("steps", "epochs", "epsilon"), *rows]),
         "",
         f"noise multiplier {plan.noise_multiplier:.4g}: epsilon {spent[plan.steps]:.3f}, delta "
-        f"{plan.delta:.3g}, after {plan.steps:,} steps",
-        f"each example is in a step with probability {plan.sampling_prob:.4g} "
+        f"{plan.delta:.3g}, after {plan.steps:,} steps"
+        + (f" (by simulation, with confidence {confidence})" if confidence < 1 else ""),
+        f"each {'user' if plan.unit else 'example'} is in a step with probability "
+        f"{plan.sampling_prob:.4g} "
         f"({type(plan.sampling).__name__} sampling); neighbors: "
         f"{plan.neighboring_relation.name.lower().replace('_', '-')}",
         f"dp.PrivacyPlan({plan.sampling_prob!r}, {plan.steps}, {plan.noise_multiplier!r}, "

@@ -33,11 +33,11 @@ class Composition:
     delta: float
 
     def __post_init__(self) -> None:
-        relations = {plan.neighboring_relation.name for plan in self.plans}
-        if len(relations) != 1:
+        units = {(x.neighboring_relation.name, "users" if x.unit else "rows") for x in self.plans}
+        if len(units) != 1:
             raise ValueError(
-                "plans that are composed must have one neighboring_relation; found "
-                f"{', '.join(sorted(relations)) or 'no plan'}."
+                "plans that are composed must have one neighboring_relation and one unit; found "
+                f"{', '.join(sorted(map(' of '.join, units))) or 'no plan'}."
             )
         if self._left <= 0:
             raise ValueError(
@@ -80,16 +80,16 @@ def compose(*plans: PrivacyPlan, delta: SupportsFloat | None = None) -> Composit
     ```
 
     Args:
-        *plans: two or more, with one neighboring relation, of kinds that dp_accounting has events
-            for: not those that Monte Carlo accounts for.
+        *plans: two or more, with one neighboring relation and one unit (all of users, or none), of
+            kinds that dp_accounting has events for: not those that Monte Carlo accounts for.
         delta: of all together; by default the sum of theirs.
 
     Returns:
         A [`Composition`][].
 
     Raises:
-        ValueError: `plans` holds something else, plans of several relations, or one without an
-            event; `delta` is out of its range, or less than overflow and precision cost.
+        ValueError: `plans` holds something else, plans of several relations or units, or one
+            without an event; `delta` is out of its range, or less than overflow and precision cost.
     """
     for plan in plans:
         expect("plans", plan, PrivacyPlan, "dp.PrivacyPlan objects")

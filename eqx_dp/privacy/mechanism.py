@@ -73,13 +73,13 @@ class Mechanism(NamedTuple):
 
     def check(self) -> None:
         """Raises a ValueError unless something accounts for sampling and noise together."""
-        sampling, is_correlated = self.sampling, self.noise is not None and self.noise.is_correlated
-        name = type(sampling).__name__
-        if is_correlated and isinstance(sampling, Poisson | FixedSize | RandomAllocation):
+        sampling, name, bands = self.sampling, type(self.sampling).__name__, len(self.column())
+        is_free = isinstance(sampling, Poisson | FixedSize | RandomAllocation)
+        if bands > (1 if is_free else getattr(sampling, "separation", bands)):
             raise ValueError(
-                f"nothing accounts for correlated noise with {name}: an example may take part in "
-                "steps that follow each other, and how much of its noise is taken back is not "
-                "bounded. Take dp.sampling.CyclicPoisson, BallsInBins or MinSeparation."
+                f"nothing accounts for correlated noise of {bands} bands with {sampling}: an "
+                "example may take part again before all of them have passed. Take dp.sampling."
+                "CyclicPoisson, BallsInBins, or MinSeparation and band_mf(separation, steps)."
             )
         if (whole := self.counted(self.steps)) != self.steps:
             raise ValueError(
@@ -95,7 +95,6 @@ class Mechanism(NamedTuple):
                 f"accounting for {name} knows {known}; found {self.relation.name}. Give another "
                 "neighboring_relation, or take Poisson or CyclicPoisson."
             )
-        self.column()
 
     def column(self) -> tuple[float, ...]:
         """First column of the strategy matrix, up to its last entry that is not 0."""

@@ -173,8 +173,7 @@ def gaussian_privatizer(
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
         del params
         how = _How(scale, "eqx_dp noise", policy, rules, certified, known)
-        noisy, noise = _noisy(updates, (state.key, state.step), how, state.past)
-        past = (noise, *state.past[:-1]) if state.past else ()
+        noisy, past = _noisy(updates, (state.key, state.step), how, state.past)
         return noisy, GaussianPrivatizerState(state.key, state.step + 1, past)
 
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
@@ -234,8 +233,9 @@ class NoiseMark(NamedTuple):
     """The mark of the equation (a jitted call) that adds noise to the leaves of a tree.
 
     Operands are the leaves, one key and, where there is one, the number of the step, and what steps
-    before kept. Results are the noisy leaves, and what this step keeps. The noise of a leaf follows
-    from the key, as if the prefix, the step and the leaf's own words were folded in one by one.
+    before kept. Results are the noisy leaves, and what is kept for the next step, in the order of
+    its operands. The noise of a leaf follows from the key, as if the prefix, the step and the
+    leaf's own words were folded in one by one.
 
     Attributes:
         stddev: standard deviation of the noise.
@@ -277,10 +277,10 @@ def _noisy(
     key_and_step: tuple[PRNGKeyArray, Int[Array, ""] | None],
     how: _How,
     past: tuple[Past, ...],
-) -> tuple[PyTree[Array], Past]:
+) -> tuple[PyTree[Array], tuple[Past, ...]]:
     """Adds noise to the leaves of a tree; in a traced program, in one marked equation.
 
-    Also returns what the step keeps.
+    Also returns what is kept for the next step.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path for path, _ in leaves]
@@ -304,10 +304,10 @@ def _noisy(
     has_step = key_and_step[1] is not None
     mark = NoiseMark(how.stddev, words(how.text), has_step, tuple(of_leaves), how.correlation)
 
-    def function(operands: Any) -> tuple[list[Array], Past]:
+    def function(operands: Any) -> tuple[list[Array], tuple[Past, ...]]:
         gradients, (key, step), past = operands
         if how.stddev == 0:
-            return gradients, past[:1] and past[0]
+            return gradients, past
         placed = [_leaf(*leaf, how) for leaf in zip(gradients, paths, of_leaves, strict=True)]
         step = np.uint32(0) if step is None else step
         if how.certified and all(is_wide(leaf.dtype) for leaf in placed):
@@ -326,14 +326,15 @@ def _noisy(
             noisy = with_noise_of_jax(placed, key, (*map(np.uint32, mark.prefix), step), how.stddev)
             noise = []
         noisy = [_placed(x, path, how.rules) for x, path in zip(noisy, paths, strict=True)]
-        return noisy, [
+        fresh = [
             (_placed(high, path, how.rules), _placed(low, path, how.rules))
             for (high, low), path in zip(noise, paths, strict=False)
         ]
+        return noisy, (fresh, *past[:-1]) if past else ()
 
     operands = (gradients, key_and_step, past)
-    noisy, noise = in_marked_equation("eqx_dp_noise", mark, function, operands)
-    return jax.tree_util.tree_unflatten(structure, noisy), noise
+    noisy, kept = in_marked_equation("eqx_dp_noise", mark, function, operands)
+    return jax.tree_util.tree_unflatten(structure, noisy), kept
 
 
 def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | None) -> Any:

@@ -90,8 +90,10 @@ class PrivacyPlan(AccountedPlan):
 
     def draws_as(self, sampler: Sampler) -> bool:
         """Whether a sampler draws the batches that this plan accounts for."""
-        own = (self.sampling, self._overflow_probability)
-        return own == (sampler.kind, sampler.overflow_probability)
+        own = (self.sampling, self._overflow_probability, self.steps)
+        drawn = (sampler.kind, sampler.overflow_probability, sampler.steps or self.steps)
+        users = None if self.unit is None else self.unit.num_users
+        return own == drawn and users in (None, sampler.num_examples)
 
     @property
     def batches(self) -> Sampling:

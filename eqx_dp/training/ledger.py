@@ -95,7 +95,7 @@ def statement(
     is_unsafe = any(entry["unsafe"] for entry in starts)
     is_certified = all(entry["noise"] == "certified" for entry in starts)
     not_certified = f"that noise is not certified: delta is at least {plan.uncertified_delta():.2g}"
-    relation = plan.neighboring_relation.name
+    relation = f"{plan.neighboring_relation.name} (of {'users' if plan.unit else 'examples'})"
     covers = (
         f"The models of all {steps} steps that may have been released, seen together, are "
         f"(epsilon, delta)-differentially private for data sets that are neighbors by {relation}, "

@@ -274,10 +274,11 @@ class Step(Generic[Model]):
             state.model, *batch, key=key, is_padding_example=mask, clip_norm=clip_norm
         )
         if self._noise is not None:
-            parts = (grads,) if clip_norm is None else grads
+            # A path that no leaf of a model has: a model may be one number, as the count is.
+            parts = (grads,) if clip_norm is None else (grads[0], {"count of norms": grads[1]})
             noised = [cast(Any, self._noise.update(part, noise_state)) for part in parts]
             noise_state = noised[0][1]
-            grads = noised[0][0] if clip_norm is None else tuple(part for part, _ in noised)
+            grads = noised[0][0] if clip_norm is None else (noised[0][0], *noised[1][0].values())
         params = self._wide(state.model)
         parameters, policy = self._recipe.parameters, self.grad_fn.policy
         grads, opt_state = widened((grads, opt_state), policy)

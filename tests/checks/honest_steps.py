@@ -141,6 +141,9 @@ MADE = {
     "loss_with_keys": lambda: made(dropout_loss),
     "loss_of_a_batch": lambda: made(batch_loss, keep_batch_dim=True),
     "clip_norms_of_layers": lambda: made(l2_clip_norm=clip_norms_by_layer(mlp())),
+    "quantile_of_one_number": lambda: made(
+        lambda w, x, y: w * x[0], model=jnp.ones(()), l2_clip_norm=dp.clipping.Quantile(weight=0.01)
+    ),
     "frozen_layers": lambda: of_case(models.frozen_mlp()),
     "convolutions": lambda: of_case(models.cnn()),
     "transformer": lambda: of_case(models.gpt()),

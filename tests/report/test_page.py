@@ -71,7 +71,8 @@ def test_steps_that_may_have_been_released_count(run, copy):
     """Those of a process that was killed, and of other starts."""
     found = read_run(run)
     assert (found.plan, found.released, found.epsilon) == (PLAN, STEPS, PLAN.epsilon(STEPS))
-    changed(ledger_of(copy), steps=8, ended=False)
+    plan = json.loads(PLAN.to_json()) | {"unit": {"kind": "users", "per_step": 2}}
+    changed(ledger_of(copy), steps=8, ended=False, plan=plan)
     assert read_run(copy).epsilon == PLAN.epsilon(8)
     entry = json.loads(ledger_of(copy).read_text())
     second = entry | {"start": 1, "steps": 1, "randomness": "seeded", "policy": None}
@@ -80,6 +81,7 @@ def test_steps_that_may_have_been_released_count(run, copy):
     assert (found.released, len(found.starts), found.starts[-1]["policy"]) == (9, 2, None)
     text = text_of(copy)
     assert "Number of starts: 2." in text
+    assert "One example is protected: all rows of one user." in text
     assert "Anyone with the seed can subtract the noise." in text
 
 
@@ -89,8 +91,7 @@ def test_epsilon_is_rounded_up(run):
 
 
 def test_a_run_without_noise(tmp_path):
-    plan = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5)
-    runs.trainer(tmp_path, runs.make(plan)).run(runs.small_model())
+    runs.trainer(tmp_path, runs.make(dp.PrivacyPlan(0.25, 3, 0.0, 1e-5))).run(runs.small_model())
     text = text_of(tmp_path)
     assert "without a promise of privacy" in text
     assert "There is no promise of privacy: epsilon is infinite." in text
@@ -142,11 +143,8 @@ def test_audits_of_the_library_are_read(copy):
     data = (np.zeros((30, 2), np.float32),)
     planted = dp.audit.canaries.plant_gradients(data, 20, norm=1.0, seed=0)
     planted.audit(np.zeros(20), PLAN, attack="loss").save(copy)
-    found = read_run(copy).audits
-    assert {name: one["ok"] for name, one in found.items()} == {
-        "neighbours": True,
-        "canaries, loss": True,
-    }
+    is_ok = {name: one["ok"] for name, one in read_run(copy).audits.items()}
+    assert is_ok == {"neighbours": True, "canaries, loss": True}
     assert "none -> x 1024" in text_of(copy)
 
 
