@@ -44,22 +44,11 @@ def view(image: Float[Array, "3 32 32"], key: PRNGKeyArray) -> Float[Array, "3 3
     return jax.lax.dynamic_slice(padded, (0, down, right), image.shape)
 
 
-def make_loss(views: int) -> Any:
-    """The mean cross-entropy of so many views of one image: one example, clipped once."""
-
-    def loss(
-        model: WideResNet,
-        image: UInt8[Array, "3 32 32"],
-        label: Int[Array, ""],
-        *,
-        key: PRNGKeyArray,
-    ) -> Float[Array, ""]:
-        keys = jax.random.split(key, views)
-        logits = jax.vmap(lambda key: model(view(normalised(image), key)))(keys)
-        losses = -jax.nn.log_softmax(logits)[:, label]
-        return jnp.mean(losses)
-
-    return loss
+def loss(
+    model: WideResNet, image: UInt8[Array, "3 32 32"], label: Int[Array, ""], *, key: PRNGKeyArray
+) -> Float[Array, ""]:
+    """The cross-entropy of one view of an image; the step takes the mean over several."""
+    return -jax.nn.log_softmax(model(view(normalised(image), key)))[label]
 
 
 def load_images(folder: Path | None, made_up: int) -> list[Any]:
@@ -119,13 +108,14 @@ def main(words: list[str] | None = None) -> float | None:
     )
     optimizer = optax.sgd(arguments.rate)
     step = dp.make_step(
-        make_loss(arguments.views),
+        loss,
         optimizer,
         plan,
         num_examples=len(images),
         l2_clip_norm=CLIP_NORM,
         policy=dp.load_policy(arguments.policy),
         microbatch_size=arguments.microbatch,
+        augmentations=arguments.views,
         ema=0.999,
     )
     model = WideResNet(arguments.depth, arguments.width, jax.random.key(0))

@@ -41,6 +41,7 @@ def make_step(
     keep_batch_dim: bool = False,
     microbatch_size: int | None = None,
     method: MethodName = "auto",
+    augmentations: int = 1,
     ema: float | None = None,
     shared: bool = False,
     seed: Secret | None = None,
@@ -100,6 +101,8 @@ def make_step(
         keep_batch_dim: whether `loss` is written for a batch; it then gets batches of one.
         microbatch_size: as for `filter_clipped_grad`; `dp.tune` measures a good one.
         method: as for `filter_clipped_grad`.
+        augmentations: as for `filter_clipped_grad`: K views of an example, one clip. `loss` then
+            takes a `key`, from which it makes a view.
         ema: the decay, in [0, 1), of a moving average of what is trained (0.999, say). It is in
             `state.averaged`, is saved in checkpoints, and is what a Trainer evaluates. It changes
             neither the steps nor epsilon: it is post-processing.
@@ -136,6 +139,7 @@ def make_step(
         normalize_by=plan.sampling_prob * num_examples,
         microbatch_size=microbatch_size,
         method=method,
+        augmentations=augmentations,
     )
     if seed is not None:
         seed = checked_secret("seed", seed)
@@ -173,9 +177,8 @@ def _adapted(
         return AdaptiveState(jnp.float32(l2_clip_norm.clip_norm), optimizer.init(params))
 
     def update(updates: Any, state: Any, params: optax.Params | None = None) -> tuple[Any, Any]:
-        grads, count = updates
-        clip_norm = l2_clip_norm.next(state.clip_norm, count)
-        grads, inner = optimizer.update(grads, state.optimizer, params)
+        clip_norm = l2_clip_norm.next(state.clip_norm, updates[1])
+        grads, inner = optimizer.update(updates[0], state.optimizer, params)
         return grads, AdaptiveState(clip_norm, inner)
 
     return optax.GradientTransformation(init, update)

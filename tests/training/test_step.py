@@ -134,7 +134,8 @@ def test_a_step_is_traced_and_compiled_once(name):
         np.testing.assert_allclose(state.model.weight, alone.weight, rtol=1e-4, atol=1e-6)
 
 
-def test_a_loss_gets_a_key_an_example_and_step():
+@pytest.mark.parametrize("views", [1, 3])
+def test_a_loss_gets_a_key_an_example_and_step(views):
     """Its keys are those of `grad_fn` for (seed, t): one root a step, split over examples."""
     plan, model = dp.PrivacyPlan(0.25, 3, 0.0, 1e-5), small_model()
 
@@ -142,7 +143,7 @@ def test_a_loss_gets_a_key_an_example_and_step():
         return model.weight[0, 0] * jax.random.normal(key) + 0 * x[0]
 
     options = {"loss": keyed, "optimizer": optax.sgd(1.0), "l2_clip_norm": np.inf}
-    step = seeded(plan, **options)
+    step = seeded(plan, **options, augmentations=views)
     sampler, seen = step.sampler(), []
     state = step.init(model)
     for t in range(2):
@@ -154,7 +155,10 @@ def test_a_loss_gets_a_key_an_example_and_step():
         keys = jax.random.split(
             jax.random.fold_in(fold_text(key_of("step"), "loss"), t), len(indices)
         )
-        drawn = np.asarray(jax.vmap(jax.random.normal)(keys))[~mask]
+        if views > 1:
+            keys = jax.vmap(lambda key: jax.random.split(key, views))(keys)
+        drawn = np.asarray(jnp.vectorize(jax.random.normal)(keys)).reshape(len(mask), -1)
+        drawn = drawn.mean(axis=1)[~mask]
         assert len(set(drawn.tolist())) == len(drawn)
         np.testing.assert_allclose(seen[-1], drawn.sum() / (0.25 * NUM_EXAMPLES), rtol=1e-4)
     assert seen[0] != seen[1]
