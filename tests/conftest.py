@@ -70,7 +70,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if is_other:
         _is_fast = not _is_fast
         jax.config.update("jax_disable_most_optimizations", _is_fast)
-    # Linux ends a process that maps more than 65,530 pieces of memory, and programs are such pieces.
+    # Linux ends a process that maps 65,530 pieces of memory. Each program takes some.
     if is_other or next(_started) % 100 == 0:
         jax.clear_caches()
 
