@@ -70,11 +70,10 @@ def leaf_gradient(
     """
     if form.is_formed:
         return LeafGradient(computed_once(functools.partial(_formed, form), pairs[0], pairs[0][1]))
-    norm, bound, held = measured(form, list(pairs))
-    total = functools.partial(summed, form, held)
     if scattering is not None:
-        total = functools.partial(_scattered, form, scattering, held)
-    return LeafGradient(known=(norm, bound), weighted=total)
+        return _sliced(form, pairs[0], scattering)
+    norm, bound, held = measured(form, list(pairs))
+    return LeafGradient(known=(norm, bound), weighted=functools.partial(summed, form, held))
 
 
 def _formed(form: LeafForm, pair: Pair) -> Float[Array, "batch *shape"]:
@@ -111,29 +110,34 @@ def summed(
     return functools.reduce(jnp.add, sums)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _scattered(
-    form: LeafForm,
-    scattering: Scattering,
-    held: Any,
-    factors: Float[Array, " batch"],
-    contributes: Bool[Array, " batch"],
-) -> Array:
-    """The weighted sum of a leaf with one use, slice by slice; a device keeps its part."""
-    (use,), ((((x, g),), powers),) = form.uses, held
-    weights, inner = _times(factors, powers), use.inside()
-    steps = math.prod(use.slices)
+def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
+    """The gradient of a stacked leaf with one use: what is copied is copied of one slice.
 
-    def at(index: Array) -> Array:
-        def taken(x: Array) -> Array:
-            size = x.shape[1] // steps if x.shape[1] > 1 else 1
-            return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1)
+    Slices are scaled by powers of two, again for the sum: nothing is rounded.
+    """
+    (use,) = form.uses
+    inner, steps = use.inside(), math.prod(use.slices)
+    form_of_slice = LeafForm(inner.shape, (inner,), form.dtype)
 
-        at_hand, cotangents, of_slice = jax.tree.map(taken, (x, g, weights))
-        total = weighted(inner, at_hand, cotangents, of_slice, contributes)
-        return scattering(inner.to_parameter(total))
+    def over_slices(of_slice: Callable[[LeafGradient], Array]) -> Array:
+        def at(index: Array) -> Array:
+            def taken(x: Array) -> Array:
+                slices = x.reshape(len(x), steps, *x.shape[1 + len(use.slices) :])
+                return jax.lax.dynamic_index_in_dim(slices, index, axis=1, keepdims=False)
 
-    return scattering.stacked(jax.lax.map(at, jnp.arange(steps)))
+            return of_slice(leaf_gradient(form_of_slice, [jax.tree.map(taken, pair)]))
+
+        return jax.lax.map(at, jnp.arange(steps))
+
+    def known(leaf: LeafGradient) -> Float[Array, "batch 2"]:
+        return jnp.stack(norm_and_bound([leaf], len(pair[1]), form.dtype), axis=-1)
+
+    def weighted(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
+        sums = over_slices(lambda leaf: scattering(leaf.sum(factors, contributes)))
+        return scattering.stacked(sums)
+
+    known_of_slices = jnp.moveaxis(over_slices(known), 0, 1)
+    return LeafGradient(known=of_slices(known_of_slices), weighted=weighted)
 
 
 def _times(

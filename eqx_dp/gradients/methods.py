@@ -164,7 +164,7 @@ def _leaf_gradient(
     scattering = None
     if len(uses) == 1:
         (use,) = uses.values()
-        scattering = scattering_of(use, traced.cut(leaf)) if use.slices else None
+        scattering = scattering_of(use, traced.cut(leaf)) if use.slices and use.is_seen else None
     form = LeafForm(shape, tuple(uses.values()), dtype)
     return leaf_gradient(form, [(residuals[at], cotangents[at]) for at in uses], scattering)
 
