@@ -120,16 +120,16 @@ def test_the_bound_holds_for_hostile_values(kind, method):
         l2_clip_norm=rule, method=method,
     )  # fmt: skip
     run = jax.jit(lambda model, *batch, **given: grad_fn(model, *batch, **given))
-    for kind in ("ordinary", "tokens cancel", "equal tokens", "lopsided", "huge", "tiny"):
-        w, *batch = (np.asarray(x, np.float32) for x in attack(kind, time, shape))
+    for name in ("ordinary", "tokens cancel", "equal tokens", "lopsided", "huge", "tiny"):
+        w, *batch = (np.asarray(x, np.float32) for x in attack(name, time, shape))
         model, batch = (w, np.zeros(shape[1], np.float32)), (*batch[:-1], batch[-1].astype(int))
         for clip_norm in [0, 1e-20, 1.0, np.nan, -np.inf] if kind == "Quantile" else [None]:
             given = {} if clip_norm is None else {"clip_norm": jnp.float32(clip_norm)}
             for i in range(SIZE):
                 added = oracle.vector(run(model, *(x[i : i + 1] for x in batch), **given))
                 share = np.linalg.norm(added) / grad_fn.l2_norm_bound
-                assert share <= 1, (kind, clip_norm, share - 1)
-                assert kind != "huge" or share > 0.7
+                assert share <= 1, (name, clip_norm, share - 1)
+                assert name != "huge" or share > 0.7
 
 
 def test_a_quantile_is_found_from_far_away():

@@ -31,9 +31,12 @@ def of_gaussian(moved, delta):
     ("kind", "column"), [(BINS(1), (1,)), (BINS(1), (1, 0.5)), (ANEW(1), (1,))]
 )
 def test_one_bin_is_a_gaussian(kind, column, noise, delta):
+    """Where an example is removed, and where it is added: the larger epsilon hides the other."""
     moved = np.linalg.norm(np.convolve(np.ones(7), column)[:7]) / noise
-    found = monte_carlo.epsilon(kind, column, 7, noise, delta)
-    assert 1 <= found / of_gaussian(moved, delta) < 1.1
+    draw, width = monte_carlo._losses(kind, np.array(column) / noise, 7)
+    for is_removed in (True, False):
+        found = monte_carlo._bound(draw, width, is_removed, int(1000 / delta), delta, 1e-6)
+        assert 1 <= found / of_gaussian(moved, delta) < 1.1
 
 
 def in_the_plane(modes, noise, delta):
@@ -119,12 +122,10 @@ def test_separations_at_the_edge():
 @pytest.mark.parametrize("count", [100, 10**7])
 @pytest.mark.parametrize("hits", [0, 3, 90])
 def test_the_bound_of_a_mean_fails_as_rarely_as_it_says(hits, count):
-    failure = 1e-6
-    bound = monte_carlo.upper_bound(hits / count, count, failure)
+    failure, mean = 1e-6, hits / count
+    bound = monte_carlo.upper_bound(mean, count, failure)
     assert 1e-9 < stats.binom.cdf(hits, count, bound) <= failure
-    assert monte_carlo.upper_bound(hits / count, count, 1.0) == pytest.approx(
-        hits / count, abs=1e-6
-    )
+    assert monte_carlo.upper_bound(mean, count, 1.0) == pytest.approx(mean, abs=1e-6)
 
 
 def test_fixed_size():
