@@ -147,7 +147,7 @@ def tokens(num_examples):
     return found, np.roll(found, 1, axis=1)
 
 
-def gpt_rules(mesh, is_stacked=False, accumulators="params"):
+def gpt_rules(mesh, is_stacked=False):
     ahead = (None,) if is_stacked else ()
     block = "blocks." if is_stacked else "blocks.*."
 
@@ -162,7 +162,6 @@ def gpt_rules(mesh, is_stacked=False, accumulators="params"):
             rule("up", None, "model"),
             rule("down", "model"),
         ),
-        accumulators=accumulators,
     )
 
 
