@@ -147,7 +147,7 @@ def tokens(num_examples):
     return found, np.roll(found, 1, axis=1)
 
 
-def gpt_rules(mesh, is_stacked=False, accumulators="params"):
+def gpt_rules(mesh, is_stacked=False):
     ahead = (None,) if is_stacked else ()
     block = "blocks." if is_stacked else "blocks.*."
 
@@ -162,15 +162,18 @@ def gpt_rules(mesh, is_stacked=False, accumulators="params"):
             rule("up", None, "model"),
             rule("down", "model"),
         ),
-        accumulators=accumulators,
     )
 
 
 def assert_like_one_device(fun, model, batch, rules, padding=None, key=None, rtol=1e-4, **options):
-    """Values and gradients are those without a mesh, and gradients live where they ought to."""
+    """Values and gradients are those without a mesh, and gradients live where they ought to.
+
+    Without a mesh they are by one method, whose program many tests share.
+    """
     options = {"l2_clip_norm": 0.7, **options}
     given = {"is_padding_example": padding, "key": key}
-    alone = dp.filter_value_and_clipped_grad(fun, **options)
+    plainly = options | {"method": "per_example", "microbatch_size": None}
+    alone = dp.filter_value_and_clipped_grad(fun, **plainly)
     expected = eqx.filter_jit(alone)(model, *batch, **given)
     on_mesh = dp.filter_value_and_clipped_grad(fun, sharding=rules, **options)
     with jax.set_mesh(rules.mesh):

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import eqx_dp as dp
 from tests.sharding import fully_sharded_net
-from tests.sharding.losses import GPT, Says, gpt_rules, language_loss, mesh_of, tokens
+from tests.sharding.losses import GPT, Says, language_loss, mesh_of, tokens
 from tests.training.fire import Place
 from tests.training.processes import Fleet
 
@@ -30,7 +30,7 @@ def train(place=None, channel=None):
     # Nothing is divided over `model`: with two groups of devices, XLA's CPU collectives may meet
     # for the first time in an order that differs from host to host, and wait for each other.
     mesh = mesh_of("auto", data=8, model=1)
-    rules = gpt_rules(mesh, accumulators="examples")
+    rules = dp.ShardingRules(mesh, accumulators="examples")
     grad_fn = dp.filter_clipped_grad(
         language_loss,
         l2_clip_norm=0.5,
@@ -49,7 +49,7 @@ def train(place=None, channel=None):
         return rules.shard(eqx.apply_updates(model, updates)), state
 
     with jax.set_mesh(mesh):
-        model = rules.shard(GPT(Says("auto"), depth=1))
+        model = rules.shard(GPT(Says("auto"), depth=0))
         params = eqx.filter(model, eqx.is_inexact_array)
         zeros = jax.jit(lambda: jax.tree.map(jax.numpy.zeros_like, params))()
         noise, _ = eqx.filter_jit(privatizer.update)(zeros, privatizer.init(zeros))

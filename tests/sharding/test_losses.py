@@ -79,12 +79,12 @@ def test_a_gpt(name):
     kind, is_stacked, options = GPTS[name]
     options = {"l2_clip_norm": 0.5, "keep_batch_dim": True} | options
     mesh, batch = mesh_of(kind, data=4, model=2), tokens(16)
-    rules = gpt_rules(mesh, is_stacked)
-    free = GPT(Says("auto", constrained=False), is_stacked)
+    rules, depth = gpt_rules(mesh, is_stacked), 1 + is_stacked
+    free = GPT(Says("auto", constrained=False), is_stacked, depth)
     alone = dp.filter_value_and_clipped_grad(language_loss, **options)
     expected = eqx.filter_jit(alone)(free, *batch)
     with jax.set_mesh(mesh):
-        model = rules.shard(GPT(Says(kind), is_stacked))
+        model = rules.shard(GPT(Says(kind), is_stacked, depth))
         on_mesh = dp.filter_value_and_clipped_grad(language_loss, sharding=rules, **options)
         found = eqx.filter_jit(on_mesh)(model, *rules.shard_batch(batch))
     # A sum over devices may round an operand in 8 bits the other way.

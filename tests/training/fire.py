@@ -69,6 +69,7 @@ class Host(NamedTuple):
     def open(self):
         names = {
             "jax_num_cpu_devices": self.devices,
+            "jax_disable_most_optimizations": True,  # compiled fast, as programs of tests are
             "jax_compilation_cache_dir": str(self.cache),
             "jax_persistent_cache_min_compile_time_secs": 0,
             "jax_persistent_cache_min_entry_size_bytes": 0,
