@@ -152,9 +152,8 @@ def test_a_loss_gets_a_key_an_example_and_step(views):
         x = np.ones((len(indices), 4), np.float32)
         state = step(state, x, is_padding_example=mask)
         seen.append(before - float(state.model.weight[0, 0]))
-        keys = jax.random.split(
-            jax.random.fold_in(fold_text(key_of("step"), "loss"), t), len(indices)
-        )
+        root = jax.random.fold_in(fold_text(key_of("step"), "loss"), t)
+        keys = jax.random.split(root, len(indices))
         if views > 1:
             keys = jax.vmap(lambda key: jax.random.split(key, views))(keys)
         drawn = np.asarray(jnp.vectorize(jax.random.normal)(keys)).reshape(len(mask), -1)
