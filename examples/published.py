@@ -48,6 +48,13 @@ def read_runs(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def shown(accuracies: list[float]) -> str:
+    """Their mean, with the lowest and the highest of several."""
+    if len(accuracies) < 2:
+        return "".join(f"{x:.2f}" for x in accuracies)
+    return f"{np.mean(accuracies):.2f} ({min(accuracies):.2f} to {max(accuracies):.2f})"
+
+
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown: a row for each recipe that was run, with mean, lowest and highest accuracy."""
     names = [f"epsilon {epsilon:g}" for epsilon in EPSILONS]
@@ -56,7 +63,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     for name, paper in PAPERS.items():
         its = [run for run in runs if run["recipe"] == name]
         found = [[100 * x["accuracy"] for x in its if x["epsilon"] == one] for one in EPSILONS]
-        cells = [f"{np.mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" if x else "" for x in found]
+        cells = [shown(x) for x in found]
         seeds = "/".join(str(len(x)) for x in found)
         minutes = f"{np.median([run['minutes'] for run in its]):.1f}" if its else ""
         if its:
