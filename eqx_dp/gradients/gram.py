@@ -207,8 +207,8 @@ _BLOCK, _MOST_BLOCKS = 64, 32
 """Smaller blocks make for smaller bounds, and more of them for slower products: on two cores blocks
 of 64 take up to twice the time of a single product, for bounds that are tighter by a few 1e-5."""
 
-_AT_ONCE = 2**21
-"""Of more entries than these (8 MiB in float32) blocks are added in a loop: otherwise the compiler
+_AT_ONCE = 2**19
+"""Of more entries than these (2 MiB in float32) blocks are added in a loop: otherwise the compiler
 keeps all of them for one addition."""
 
 
