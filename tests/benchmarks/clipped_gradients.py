@@ -1,7 +1,7 @@
 """Clipped gradients of one batch: ours, and those of peers, on the same models and batches.
 
 float32, clip norm 1. Each contender runs at the microbatch size that is fastest for it; `auto`
-chooses its own, and `ghost` takes the whole batch. All take turns in one process. A time is that
+and `ghost` choose their own. All take turns in one process. A time is that
 of the fastest turn, and a ratio that of two such times, with the quartiles of the ratios round by
 round in parentheses. Memory is the temporary memory of the compiled program.
 """
