@@ -50,7 +50,7 @@ TITLES = {
     "tracing": "Tracing and compiling",
     "sharding": "A loss that constrains shardings",
     "fully_sharded": "Parameters spread over devices",
-    "large_gpt": "GPTs of 300M, 1B and 27B parameters",
+    "large_gpt": "GPTs of 300M and 1B parameters",
 }
 # These need virtual devices.
 _DEVICES = {"sharding": 8, "fully_sharded": 8}

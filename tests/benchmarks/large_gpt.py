@@ -44,7 +44,6 @@ CONTENDERS = (NON_PRIVATE, "ghost", "book_keeping", JAX_PRIVACY)
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "300M": (("8",), CONTENDERS),
     "1B": (("8", "64", "256", "16x4", "64x4"), CONTENDERS),
-    "27B": (("64x8", "512"), ("ghost",)),
 }
 TINY = {"layers": 3, "width": 64, "heads": 4, "length": 64, "vocabulary": 128}
 GIB, HOST = 2**30, 24 * 2**30
