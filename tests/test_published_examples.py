@@ -176,7 +176,7 @@ def test_the_table_has_mean_and_range_of_each_row(tmp_path, capsys):
     assert (before, after) == ("a", "b")
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
     assert len({len(row) for row in cells}) == 1
-    assert cells[2][1] == "95.00 (95.00 to 95.00)"
+    assert cells[2][1] == "95.00"
     assert cells[3][1:6] == ["", "98.50 (98.00 to 99.00)", "", "0/2/0", "2.0"]
 
 
