@@ -111,21 +111,17 @@ def summed(
 
 
 def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
-    """The gradient of a stacked leaf with one use: what is copied is copied of one slice.
-
-    Slices are scaled by powers of two, again for the sum: nothing is rounded.
-    """
+    """The same of a stacked leaf, slice by slice: copies, by powers of two, are of one slice."""
     (use,) = form.uses
     inner, steps = use.inside(), math.prod(use.slices)
-    form_of_slice = LeafForm(inner.shape, (inner,), form.dtype)
+    form_of_slice, scans = LeafForm(inner.shape, (inner,), form.dtype), len(use.slices)
+    stacked = jax.tree.map(lambda x: x.reshape(len(x), steps, *x.shape[1 + scans :]), pair)
 
     def over_slices(of_slice: Callable[[LeafGradient], Array]) -> Array:
         def at(index: Array) -> Array:
-            def taken(x: Array) -> Array:
-                slices = x.reshape(len(x), steps, *x.shape[1 + len(use.slices) :])
-                return jax.lax.dynamic_index_in_dim(slices, index, axis=1, keepdims=False)
-
-            return of_slice(leaf_gradient(form_of_slice, [jax.tree.map(taken, pair)]))
+            taken = functools.partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
+            one = jax.tree.map(lambda x: taken(x, index), stacked)
+            return of_slice(leaf_gradient(form_of_slice, [one]))
 
         return jax.lax.map(at, jnp.arange(steps))
 
@@ -133,8 +129,8 @@ def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
         return jnp.stack(norm_and_bound([leaf], len(pair[1]), form.dtype), axis=-1)
 
     def weighted(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
-        sums = over_slices(lambda leaf: scattering(leaf.sum(factors, contributes)))
-        return scattering.stacked(sums)
+        total = over_slices(lambda leaf: scattering(leaf.sum(factors, contributes)))
+        return scattering.stacked(total)
 
     known_of_slices = jnp.moveaxis(over_slices(known), 0, 1)
     return LeafGradient(known=of_slices(known_of_slices), weighted=weighted)

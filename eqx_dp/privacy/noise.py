@@ -232,10 +232,9 @@ def add_noise(
 class NoiseMark(NamedTuple):
     """The mark of the equation (a jitted call) that adds noise to the leaves of a tree.
 
-    Operands are the leaves, one key and, where there is one, the number of the step, and what steps
-    before kept. Results are the noisy leaves, and what is kept for the next step, in the order of
-    its operands. The noise of a leaf follows from the key, as if the prefix, the step and the
-    leaf's own words were folded in one by one.
+    Operands are the leaves, one key, the number of the step (where there is one), and what is kept.
+    Results are the noisy leaves, and what the next step takes as kept. The noise of a leaf follows
+    from the key, as if the prefix, the step and the leaf's own words were folded in one by one.
 
     Attributes:
         stddev: standard deviation of the noise.
