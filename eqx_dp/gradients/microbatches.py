@@ -72,6 +72,7 @@ def over_microbatches(
         order = jnp.argsort(is_padding_example, stable=True)
         num_real = jnp.sum(~is_padding_example)
     count = -(-num_examples // size)
+    step = jax.jit(step, inline=True)  # traced once, for shapes and for the loop
     shapes = jax.eval_shape(step, [x[:size] for x in examples], jnp.zeros(size, bool))
     sums, of_one = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     totals = jax.tree.map(_nothing, sums)

@@ -149,8 +149,7 @@ def of_jax_privacy(case: Case, microbatch_size: int) -> Run:
     params, frozen, _ = case.row.split()
     gradient: Any = contenders.of_jax_privacy(case.row, microbatch_size, case.row.batch_size)
     noise = jax_privacy.noise_addition.gaussian_privatizer(
-        stddev=case.step.plan.noise_multiplier * gradient.sensitivity(),
-        prng_key=jax.random.key(0),
+        stddev=case.step.plan.noise_multiplier * gradient.sensitivity(), prng_key=jax.random.key(0)
     )
     optimizer = optax.chain(noise, OPTIMIZER)
 
@@ -192,10 +191,7 @@ def parts(case: Case) -> dict[str, Run]:
     row = case.row
     params, frozen, static = row.split()
     plain = dp.filter_clipped_grad(
-        row.loss,
-        l2_clip_norm=CLIP_NORM,
-        filter_spec=row.filter_spec,
-        normalize_by=row.batch_size,
+        row.loss, l2_clip_norm=CLIP_NORM, filter_spec=row.filter_spec, normalize_by=row.batch_size
     )
 
     def over(batches: list[Any], grad_fn: Callable[..., Any]) -> Run:

@@ -156,11 +156,7 @@ LATER = [name for name in TABLES if name not in CURATED]
 FACTORING = ["book_keeping", "ghost"]
 
 
-AT_ONCE = {
-    "book_keeping": ("lookups",),
-    "ghost": (),
-    "per_example": ("views",),
-}
+AT_ONCE = {"book_keeping": ("lookups",), "ghost": (), "per_example": ("views",)}
 
 
 @pytest.mark.parametrize(

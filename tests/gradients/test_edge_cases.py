@@ -155,10 +155,7 @@ def test_rescaling_by_a_tiny_norm_never_makes_an_infinity():
 SCALES = [1e-30, 1e-22, 1e-10, 1.0, 1e10, 1e19, 1e22, 1e30]
 
 
-@pytest.mark.parametrize(
-    ("clip_norm", "rescale"),
-    [(1.0, False), (1e-3, True), (0.0, True)],
-)
+@pytest.mark.parametrize(("clip_norm", "rescale"), [(1.0, False), (1e-3, True), (0.0, True)])
 def test_gradients_of_any_scale_are_clipped(clip_norm, rescale):
     """One example a scale, each alone in its own coordinates, so that each is seen alone."""
     rows = np.random.default_rng(0).normal(size=(len(SCALES), 9))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
+from eqx_dp.gradients.microbatches import over_microbatches
 from tests import models, oracle
 from tests.gradients import jitted
 from tests.sharding.losses import mesh_of
@@ -118,6 +119,18 @@ def test_a_loss_that_loops_until_done_ends_on_padding():
     assert float(grads) == pytest.approx(8.0, rel=1e-5)
 
 
+def test_a_step_is_traced_once():
+    """And not again for the shapes of its sums: that would double the time of tracing."""
+    traced = []
+
+    def step(examples, is_padding):
+        traced.append(len(is_padding))
+        return examples[0].sum(), is_padding
+
+    total, _ = over_microbatches(step, [jnp.arange(10.0)], None, NUM, 3)
+    assert (float(total), traced) == (45, [3])
+
+
 # On a mesh.
 
 
@@ -132,10 +145,7 @@ REAL_OF_16 = {
 
 @pytest.mark.parametrize(
     ("size", "axes"),
-    [
-        (3, {"data": 4, "model": 2}),
-        *curated([(1, {"data": 4}), (None, {"data": 4})], []),
-    ],
+    [(3, {"data": 4, "model": 2}), *curated([(1, {"data": 4}), (None, {"data": 4})], [])],
 )
 def test_devices_with_different_numbers_of_examples(size, axes):
     """Each computes its own examples alone, and the sum is that of one device."""

@@ -49,8 +49,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "method"),
-    by_method(CASES, book_keeping=("conv1d_all",), ghost=("linear_tokens",)),
+    ("name", "method"), by_method(CASES, book_keeping=("conv1d_all",), ghost=("linear_tokens",))
 )
 def test_the_gradient_is_that_of_rounded_operands(name, method):
     case = CASES[name]()
@@ -126,9 +125,7 @@ WIDE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "loss", "rules", "truth"),
-    curated(WIDE, [WIDE[1]]),
-    ids=[name for name, *_ in WIDE],
+    ("name", "loss", "rules", "truth"), curated(WIDE, [WIDE[1]]), ids=[name for name, *_ in WIDE]
 )
 def test_module_rules_keep_products_wide(name, loss, rules, truth):
     modules = tuple(

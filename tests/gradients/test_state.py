@@ -47,10 +47,7 @@ def batch_norm():
     return eqx.nn.inference_mode(model), state
 
 
-KINDS = {
-    "running mean": eqx.nn.make_with_state(RunningMean),
-    "batch norm at inference": batch_norm,
-}
+KINDS = {"running mean": eqx.nn.make_with_state(RunningMean), "batch norm at inference": batch_norm}
 
 
 def loss(model_and_state, x):

@@ -11,12 +11,7 @@ import pytest
 from scipy import stats
 
 from eqx_dp.precision import parse_policy
-from eqx_dp.privacy import (
-    GaussianPrivatizerState,
-    add_noise,
-    gaussian_privatizer,
-    key_from_secret,
-)
+from eqx_dp.privacy import GaussianPrivatizerState, add_noise, gaussian_privatizer, key_from_secret
 from eqx_dp.privacy.chacha import GENERATORS
 from eqx_dp.privacy.gaussian import grid_of
 
@@ -46,8 +41,7 @@ def share_of_equal(one, other):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("draws", "stddev"),
-    [(1, 1.0), (1, 1.999e-3), pytest.param(250, 1.0, marks=pytest.mark.slow)],
+    ("draws", "stddev"), [(1, 1.0), (1, 1.999e-3), pytest.param(250, 1.0, marks=pytest.mark.slow)]
 )
 def test_noise_is_normal(draws, stddev):
     """By its cells: Kolmogorov-Smirnov, chi-squared, variance, tails. 10^9 numbers when slow."""

@@ -18,11 +18,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 import eqx_dp as dp
-from eqx_dp.privacy import (
-    OVERFLOW_PROBABILITY,
-    NeighboringRelation,
-    PrivacyPlan,
-)
+from eqx_dp.privacy import OVERFLOW_PROBABILITY, NeighboringRelation, PrivacyPlan
 from eqx_dp.privacy.finite_precision import PRECISION_EPSILON
 
 ADD_OR_REMOVE_ONE, REPLACE_ONE, REPLACE_SPECIAL = NeighboringRelation

@@ -113,8 +113,7 @@ def noise_of(strategy, steps, stddev=32.0):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "name",
-    curated(["lambda", "bisr", "bisr, kept", "kept", "both"], ["bisr, kept", "both"]),
+    "name", curated(["lambda", "bisr", "bisr, kept", "kept", "both"], ["bisr, kept", "both"])
 )
 def test_noise_is_the_matrix_times_independent_noise(name):
     strategy, kept = STRATEGIES[name], {"bisr, kept": 3, "kept": 2, "both": 1}

@@ -5,11 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_dp.programs import (
-    evaluated,
-    interpret,
-    literal_value,
-)
+from eqx_dp.programs import evaluated, interpret, literal_value
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)
 

@@ -72,13 +72,7 @@ def under_cond_and_jit(says):
 
 @pytest.mark.parametrize("kind", curated(KINDS, [KINDS[1]]))
 @pytest.mark.parametrize(
-    "make_loss",
-    [
-        on_a_folded_dimension,
-        over_both_axes_of_the_mesh,
-        in_a_scan,
-        under_cond_and_jit,
-    ],
+    "make_loss", [on_a_folded_dimension, over_both_axes_of_the_mesh, in_a_scan, under_cond_and_jit]
 )
 def test_where_a_batch_may_be_constrained(make_loss, kind):
     assert_like_free(make_loss, kind)

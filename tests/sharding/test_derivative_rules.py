@@ -76,13 +76,7 @@ def of_a_linear_system(says):
 @pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "make_loss",
-    [
-        of_a_number,
-        that_sees_zeros,
-        whose_cotangent_is_a_number,
-        with_integers,
-        of_a_linear_system,
-    ],
+    [of_a_number, that_sees_zeros, whose_cotangent_is_a_number, with_integers, of_a_linear_system],
 )
 def test_a_derivative_on_a_mesh(make_loss, kind, unchecked):
     assert_like_free(make_loss, kind)

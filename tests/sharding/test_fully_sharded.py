@@ -127,10 +127,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    by_method(OPTIONS, book_keeping=(), ghost=("plain",)),
-)
+@pytest.mark.parametrize(("name", "method"), by_method(OPTIONS, book_keeping=(), ghost=("plain",)))
 def test_gradients_are_those_of_one_device(name, method):
     options = {"fun": loss, "model": net(), "batch": batch_of(16), "rules": rules_of()}
     assert_like_one_device(**options | {"method": method} | OPTIONS[name])

@@ -19,10 +19,7 @@ def _loss(flow: Any, x: Array) -> Array:
 
 def maf(batch: int = 64, size: int = 16, width: int = 128, layers: int = 8) -> Row:
     flow = masked_autoregressive_flow(
-        jax.random.key(0),
-        base_dist=Normal(jnp.zeros(size)),
-        flow_layers=layers,
-        nn_width=width,
+        jax.random.key(0), base_dist=Normal(jnp.zeros(size)), flow_layers=layers, nn_width=width
     )
     trained = jax.tree.map(
         eqx.is_inexact_array, flow, is_leaf=lambda x: isinstance(x, paramax.NonTrainable)
