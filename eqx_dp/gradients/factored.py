@@ -232,7 +232,7 @@ class Seen(NamedTuple):
         """How the operand's gradient is found, in one iteration of the enclosing scans."""
         inner = self.use.inside()
         _, features_in, features_out = inner.matrices
-        fewer = inner.steps * (features_in + features_out) > 2 * features_in * features_out
+        fewer = inner.steps * (features_in + features_out) > features_in * features_out
         is_formed = fewer and inner.kind is not lookup
         return LeafForm(inner.shape, (inner,), self.dtype, is_formed)
 
