@@ -231,10 +231,10 @@ class Seen(NamedTuple):
     def form(self) -> LeafForm:
         """How the operand's gradient is found, in one iteration of the enclosing scans."""
         inner = self.use.inside()
-        _, features_in, features_out = inner.matrices
-        fewer = inner.steps * (features_in + features_out) > features_in * features_out
-        is_formed = fewer and inner.kind is not lookup
-        return LeafForm(inner.shape, (inner,), self.dtype, is_formed)
+        steps, (_, features_in, features_out) = inner.steps, inner.matrices
+        # Otherwise both sides are copied, and meet in two matrices of inner products.
+        fewer = features_in * features_out < steps * (features_in + features_out + 2 * steps)
+        return LeafForm(inner.shape, (inner,), self.dtype, fewer and inner.kind is not lookup)
 
     def no_norms(self) -> Float[Array, "*slices 2"]:
         """Zeros for norm and bound."""

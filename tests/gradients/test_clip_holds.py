@@ -58,7 +58,7 @@ SPREAD = (10.0 ** np.random.default_rng(8).integers(-18, 18, (5, 8))).astype(np.
 # The loss, the number of tokens, and the shape of the matrix.
 USES = {
     "one token": (product, 1, (5, 8)),
-    "tokens": (product, 24, (64, 48)),
+    "tokens": (product, 16, (64, 48)),
     "many tokens": (product, 192, (1504, 1520)),
     "few entries": (product, 64, (5, 8)),
     "over time": (over_time, 6, (5, 8)),
