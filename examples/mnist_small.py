@@ -53,10 +53,15 @@ class Convolutional(eqx.Module):
         self.head = eqx.nn.Linear(32, 10, key=keys[3])
 
     def __call__(self, image: Float[Array, "1 28 28"]) -> Float[Array, " 10"]:
-        pool = eqx.nn.MaxPool2d(2, 1)
-        hidden = pool(jnp.tanh(self.conv1(image)))
-        hidden = pool(jnp.tanh(self.conv2(hidden)))
+        hidden = pooled(jnp.tanh(self.conv1(image)))
+        hidden = pooled(jnp.tanh(self.conv2(hidden)))
         return self.head(jnp.tanh(self.hidden(hidden.ravel())))
+
+
+def pooled(image: Float[Array, "channels height width"]) -> Float[Array, "channels _ _"]:
+    """The largest of every 2 x 2 pixels. CPUs differentiate `eqx.nn.MaxPool2d` more slowly."""
+    image = jnp.maximum(image[:, 1:], image[:, :-1])
+    return jnp.maximum(image[:, :, 1:], image[:, :, :-1])
 
 
 def loss(
