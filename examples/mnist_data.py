@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Float16, UInt8
 from scattering import CHANNELS, scatter
 from sklearn.datasets import fetch_openml
-from whitening import drawn_digits, unit, whitening
+from whitening import drawn_digits, whitening
 
 FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 GROUPS, KEPT = 27, 600
@@ -62,7 +62,7 @@ def grouped(images: Images) -> Float16[np.ndarray, "n views ..."]:
     parts = scattered(images / np.float32(255)).reshape(len(images), GROUPS, -1)
     spread = np.sqrt(parts.var(axis=2, keepdims=True) + 1e-5)
     parts = (parts - parts.mean(axis=2, keepdims=True)) / spread
-    return unit(parts.reshape(len(images), 1, -1)[:, 0])[:, None].astype(np.float16)
+    return parts.reshape(len(images), 1, -1).astype(np.float16)
 
 
 def whitened(images: Images) -> Float16[np.ndarray, "n views ..."]:
