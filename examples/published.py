@@ -36,7 +36,7 @@ PAPERS = {
     ),
     "scatter": Paper(
         "scattering, linear",
-        "98.7 at 3, by other statistics ([Tramèr and Boneh, 2021](https://arxiv.org/abs/2011.11660))",
+        "98.7 at 3, with private statistics ([Tramèr and Boneh, 2021](https://arxiv.org/abs/2011.11660))",
     ),
     "ours": Paper("the same, whitened", ""),
 }
