@@ -74,11 +74,12 @@ def tempered(rate: float, epsilon: float) -> float:
 
 
 def constant(rate: float) -> Callable[[float, int], Any]:
+    """The same rate in all steps."""
     return lambda epsilon, _: tempered(rate, epsilon)
 
 
 def falling(rate: float) -> Callable[[float, int], Any]:
-    """It falls along a cosine."""
+    """A rate that falls along a cosine."""
     return lambda epsilon, steps: optax.cosine_decay_schedule(tempered(rate, epsilon), steps)
 
 

@@ -111,7 +111,7 @@ def summed(
 
 
 def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
-    """The same of a stacked leaf, slice by slice: copies, by powers of two, are of one slice."""
+    """A stacked leaf's gradient; one slice at a time is scaled by powers of two, and copied."""
     (use,) = form.uses
     inner, steps = use.inside(), math.prod(use.slices)
     form_of_slice, scans = LeafForm(inner.shape, (inner,), form.dtype), len(use.slices)
@@ -232,7 +232,7 @@ class Seen(NamedTuple):
         """How the operand's gradient is found, in one iteration of the enclosing scans."""
         inner = self.use.inside()
         steps, (_, features_in, features_out) = inner.steps, inner.matrices
-        # Otherwise both sides are copied, and meet in two matrices of inner products.
+        # A leaf that is not formed takes copies of both sides, and two steps x steps matrices.
         fewer = features_in * features_out < steps * (features_in + features_out + 2 * steps)
         return LeafForm(inner.shape, (inner,), self.dtype, fewer and inner.kind is not lookup)
 
