@@ -361,8 +361,6 @@ def emptied(file):
     file.write_text("{}")
 
 
-# A read that fails leaves callbacks of TensorStore that find their event loop closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("part", [pytest.param("state", marks=pytest.mark.slow), "record"])
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flipped, emptied])
 def test_damage_to_a_checkpoint_costs_no_privacy(damage, part, begun, tmp_path):
