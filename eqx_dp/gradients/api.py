@@ -135,11 +135,11 @@ def filter_clipped_grad(
             engine; `explain` shows it. It changes memory and time but not the result (except for
             rounding), and need not divide the batch.
         method: `"book_keeping"` (one backward pass through activations; norms and sums follow from
-            the inputs and cotangents of each use of a parameter), `"ghost"` (two forward and
-            backward passes; inputs and cotangents are not kept), `"per_example"` (per-example
-            gradients side by side), or `"auto"`. By each of them, some leaves have per-example
-            gradients in a microbatch; `explain` says which. `"auto"` takes book-keeping, or
-            `"ghost"` if one example would hold too much memory.
+            the inputs and cotangents of each use of a parameter), `"ghost"` (two backward
+            passes; no cotangent is kept), `"per_example"` (per-example gradients side by side), or
+            `"auto"`. By each of them, some leaves have per-example gradients in a microbatch;
+            `explain` says which. `"auto"` takes book-keeping, or `"ghost"` if one example would
+            hold too much memory.
         augmentations: how many times K the loss is called for each example, with K different keys.
             The loss of the example is the mean of the K, so that K augmentations cost one clip (De
             et al., "Unlocking High-Accuracy Differentially Private Image Classification through

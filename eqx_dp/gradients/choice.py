@@ -5,7 +5,8 @@ A leaf of n entries whose uses meet T vectors each of lengths a and b is factore
     T^2 (a + b) operations + 11 numbers moved for each one met < 6 numbers moved for each entry,
 
 because its norm comes from inner products of all pairs of vectors, while a formed gradient is
-written, read for its norm and read for the sum. Measured on two CPU cores.
+written, read for its norm and read for the sum. Measured on two CPU cores. Ghost forms only leaves
+whose gradient takes no more memory than the vectors that the backward pass holds anyway.
 
 `auto` is a formula of shapes, platform, memory and the sampling probability, never of data. It
 takes book-keeping, or ghost if one example would need too much memory. Where no microbatch size is
@@ -13,9 +14,10 @@ given, any method takes the one of least expected work of those that fit,
 
     work = examples x (3 F + N + move x M) + microbatches x (move x 6 D + kernels x start).
 
-F are the operations of the loss's contractions (5 F for ghost's two passes), N those of the norms,
-M the numbers that are moved for norms and sums (`LeafCost`), D the trained entries that the loss
-uses. A microbatch reads the parameters twice, writes its sums, and adds them to the totals.
+F are the operations of the loss's contractions (4 F for ghost, with two passes back), N those of
+the norms, M the numbers that are moved for norms and sums (`LeafCost`), D the trained entries that
+the loss uses. A microbatch reads the parameters twice, writes its sums, and adds them to the
+totals.
 
 | | CPU | others |
 |---|---|---|
@@ -133,7 +135,8 @@ def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) 
     if is_cheaper:
         reason = f"{count}: their inner products are cheaper than {entries:,} entries"
         return factored._replace(reason=reason)
-    if method == "ghost" and len(uses) == 1 and uses[0].is_seen:
+    is_small = uses[0].is_held and not is_spread and formed.bytes <= held
+    if method == "ghost" and len(uses) == 1 and uses[0].is_seen and not is_small:
         norm_flops = min(inner, forming + 2 * entries)
         reason = f"{count}: measured where it is used, on the way back"
         return factored._replace(norm_flops=norm_flops, reason=reason)
@@ -256,7 +259,7 @@ def choose(
             chosen, reason = "ghost", f"{share}, is too much to hold"
     if chosen == "ghost":
         formed = sum(cost.bytes for cost in costs[chosen] if cost.way == "formed")
-        flops, held = 5 / 3 * flops, max(1, activations, formed)
+        flops, held = 4 / 3 * flops, max(1, activations, formed)
     its = _Method(costs[chosen], sizes, flops, held)
     if microbatch_size is None:
         microbatch_size = _best_size(its, batch, _fitting(its, batch.slots, memory))

@@ -259,11 +259,10 @@ def clip_and_sum(
     traced: TracedLoss,
     leaves: list[LeafGradient],
     loss: Float[Array, " batch"],
-    aux: list[Array],
     scales: Float[Array, " batch"] | None,
     is_padding_example: Bool[Array, " batch"],
-) -> tuple[ClippedSum, list[Float[Array, " batch"]]]:
-    """Clips every example's gradient, group by group, and sums; also returns the clip factors.
+) -> tuple[list[Float[Array, "..."]], Clip]:
+    """Clips every example's gradient, group by group, and sums, as `ClippedSum.grads` has it.
 
     Guarantee: an example adds a gradient whose norm, group by group, measured exactly, is at most
     the clip norm / (1 + drift) (`clip_factors` has the proof, from the bounds that `leaves` gives),
@@ -283,5 +282,4 @@ def clip_and_sum(
     with stage("sum"):
         totals = [leaf.sum(of, of > 0) for leaf, of in zip(leaves, factors, strict=True)]
         totals += [jnp.sum(each, dtype=dtype) for each in clipped.counts]
-    found = ClippedSum(totals, loss, clipped.norms, aux)
-    return found, clipped.factors
+    return totals, clipped

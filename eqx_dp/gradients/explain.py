@@ -65,7 +65,7 @@ class Explanation(NamedTuple):
         sample: how many slots are expected to hold an example; None without a plan.
         flops: floating-point operations of the whole batch: of contractions and convolutions in
             the loss and its gradient, without clipping, from the traced program; `"ghost"` takes
-            all but the forward ones twice.
+            those of cotangents twice.
     """
 
     rows: tuple[Row, ...]

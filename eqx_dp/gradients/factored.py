@@ -17,10 +17,9 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float
 
-from ..isolation import engines_rule
+from ..isolation import of_one
 from ..precision import stage
 from ..sharding import evaluated_whole
 from . import lookup
@@ -236,14 +235,11 @@ class Seen(NamedTuple):
         fewer = features_in * features_out < steps * (features_in + features_out + 2 * steps)
         return LeafForm(inner.shape, (inner,), self.dtype, fewer and inner.kind is not lookup)
 
-    def no_norms(self) -> Float[Array, "*slices 2"]:
-        """Zeros for norm and bound."""
-        return jnp.zeros((*self.use.slices, 2), self.dtype)
-
-    def no_sum(self) -> Float[Array, "..."]:
-        """Zeros for the weighted sum."""
+    def taps(self) -> "Taps":
+        """Zeros of the shapes of what is asked for."""
         part = self.form.shape if self.scattering is None else self.scattering.part
-        return jnp.zeros((*self.use.slices, *part), self.dtype)
+        shapes = (2,), part
+        return Taps(*(jnp.zeros((*self.use.slices, *shape), self.dtype) for shape in shapes))
 
     def of_leaf(self, total: Float[Array, "..."]) -> Array:
         """The leaf's sum."""
@@ -252,110 +248,80 @@ class Seen(NamedTuple):
         return self.use.from_operand(total)
 
 
-def measuring(
-    seen: Seen, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array
-) -> tuple[Array, Any]:
-    """The result of a use; its cotangent becomes norm and bound, the cotangent of the tap."""
-    (result,) = evaluated_whole(equation, inputs)
-    return seen.use.received(_measured(seen, result, tap, seen.use.kept(inputs))), ()
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _measured(seen: Seen, result: Array, tap: Array, residuals: Any) -> Array:
-    del seen, tap, residuals
-    return result
-
-
-def _measured_back(seen: Seen, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
-    return cotangent, _norms(seen)(residuals, cotangent), None
-
-
-_measured.defvjp(lambda seen, result, tap, residuals: (result, residuals), _measured_back)
-
-
-@functools.lru_cache(maxsize=1024)
-def _norms(seen: Seen) -> Callable[..., Float[Array, "2"]]:
-    """Norm and bound of one example."""
-
-    @jax.jit
-    def of_batch(residuals: Any, cotangent: Array) -> Float[Array, "batch 2"]:
-        with stage("norm"):
-            leaf = leaf_gradient(seen.form, [(residuals, cotangent)])
-            known = norm_and_bound([leaf], len(cotangent), seen.dtype)
-        return jnp.stack(known, axis=-1)
-
-    return _of_one(of_batch, True)
-
-
-class Asked(NamedTuple):
-    """The limits of what one example adds at a use.
+class Taps(NamedTuple):
+    """Zeros at a use, whose cotangents are what is asked for.
 
     Attributes:
-        total: zeros, whose cotangent is the sum over all examples.
-        factor: the example's clip factor.
-        limit: the bound that the factor was found from.
+        known: its cotangent is the norm and bound of one example.
+        total: its cotangent is the weighted sum of all examples.
     """
 
-    total: Float[Array, "*view"]
-    factor: Float[Array, ""]
-    limit: Float[Array, ""]
+    known: Float[Array, "*slices 2"]
+    total: Float[Array, "..."]
 
 
-def adding(
-    seen: Seen, equation: jex_core.JaxprEqn, inputs: list[Any], asked: Asked
-) -> tuple[Array, Any]:
-    """The result of a use; its cotangent becomes the weighted sum over all examples."""
+def answering(
+    seen: Seen, equation: jex_core.JaxprEqn, inputs: list[Any], taps: Taps
+) -> tuple[Array, Float[Array, "2"]]:
+    """The result of a use, and a zero whose cotangent holds the example's clip factor and limit.
+
+    The limit is the bound that the factor was found from. On the way back, the cotangent of the
+    result becomes those of the taps.
+    """
     (result,) = evaluated_whole(equation, inputs)
-    return seen.use.received(_added(seen, result, *asked, seen.use.kept(inputs))), ()
+    found: tuple[Array, Array] = _answering(seen, result, taps, seen.use.kept(inputs))
+    result, asked = found
+    return seen.use.received(result), asked
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _added(
-    seen: Seen, result: Array, total: Array, factor: Array, limit: Array, residuals: Any
-) -> Array:
-    del seen, total, factor, limit, residuals
-    return result
+def _answering(seen: Seen, result: Array, taps: Taps, residuals: Any) -> tuple[Array, Array]:
+    del taps, residuals
+    return result, jnp.zeros(2, seen.dtype)
 
 
-def _added_forward(
-    seen: Seen, result: Array, total: Array, factor: Array, limit: Array, residuals: Any
-) -> tuple[Array, Any]:
-    del seen, total
-    return result, (residuals, factor, limit)
+def _answering_forward(seen: Seen, result: Array, taps: Taps, residuals: Any) -> tuple[Any, Any]:
+    return _answering(seen, result, taps, residuals), residuals
 
 
-def _added_back(seen: Seen, held: Any, cotangent: Array) -> tuple[Any, ...]:
-    residuals, factor, limit = held
-    return cotangent, _sum(seen)(residuals, cotangent, factor, limit), None, None, None
+def _answering_back(seen: Seen, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+    cotangent, asked = cotangents
+    return cotangent, Taps(*_answers(seen)(residuals, cotangent, asked)), None
 
 
-_added.defvjp(_added_forward, _added_back)
+_answering.defvjp(_answering_forward, _answering_back)
 
 
 @functools.lru_cache(maxsize=1024)
-def _sum(seen: Seen) -> Callable[..., Array]:
-    """The weighted sum of all examples, inside of `vmap`, where code describes one example.
+def _answers(seen: Seen) -> Callable[..., tuple[Array, Array]]:
+    """Norm and bound of one example, and the weighted sum of all examples.
 
-    Guarantee: what one example adds is at most its factor times its limit, however the first pass
-    rounded: it measures the same arrays that are added, and scales them down to the limit.
+    Guarantee: what one example adds is at most its factor times its limit, however the pass rounded
+    that found these: the same arrays are measured and added here, and scaled down to the limit.
     """
 
-    def added(operands: Any) -> Array:
-        residuals, cotangent, factors, limits = operands
+    def measured_leaf(residuals: Any, cotangent: Array) -> tuple[LeafGradient, Known]:
         with stage("norm"):
             leaf = leaf_gradient(seen.form, [(residuals, cotangent)])
-            _, bounds = norm_and_bound([leaf], len(cotangent), seen.dtype)
-            factors = within(factors, bounds, limits)
+            return leaf, norm_and_bound([leaf], len(cotangent), seen.dtype)
+
+    def added(operands: Any) -> Array:
+        residuals, cotangent, asked = operands
+        leaf, (_, bounds) = measured_leaf(residuals, cotangent)
+        with stage("norm"):
+            factors = within(asked[:, 0], bounds, asked[:, 1])
         with stage("sum"):
             return leaf.sum(factors, factors > 0)
 
     @jax.jit
-    def of_batch(residuals: Any, cotangent: Array, factors: Array, limits: Array) -> Array:
-        total = computed_once(added, (residuals, cotangent, factors, limits), cotangent)
+    def of_batch(residuals: Any, cotangent: Array, asked: Array) -> tuple[Array, Array]:
+        _, known = measured_leaf(residuals, cotangent)
+        total = computed_once(added, (residuals, cotangent, asked), cotangent)
         with stage("sum"):
-            return total if seen.scattering is None else seen.scattering(total)
+            total = total if seen.scattering is None else seen.scattering(total)
+        return jnp.stack(known, axis=-1), total
 
-    return _of_one(of_batch, False)
+    return jax.jit(of_one(of_batch))
 
 
 def within(
@@ -370,27 +336,6 @@ def within(
     reach = limits * (1 - 24 * unit_roundoff(factors.dtype))
     ratio = reach / jnp.maximum(jnp.maximum(bounds, reach), jnp.finfo(factors.dtype).tiny)
     return without_subnormal(jnp.where(jnp.isfinite(bounds), factors * ratio, 0))
-
-
-def _of_one(of_batch: Callable[..., Array], is_batched: bool) -> Callable[..., Array]:
-    """Turns a function of a batch into one of one example, for `vmap`."""
-
-    @custom_vmap
-    def of_one(*values: Any) -> Array:
-        found = of_batch(*jax.tree.map(lambda x: x[None], values))
-        return found[0] if is_batched else found
-
-    @of_one.def_vmap
-    @engines_rule
-    def _(size: int, is_mapped: list[Any], *values: Any) -> tuple[Array, bool]:
-        values = jax.tree.map(
-            lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape)),
-            values,
-            tuple(is_mapped),
-        )
-        return of_batch(*values), is_batched
-
-    return of_one
 
 
 def of_slices(measured: Float[Array, "batch *slices 2"]) -> Known:

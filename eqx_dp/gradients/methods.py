@@ -16,26 +16,19 @@ scan, are kept.
 """
 
 import functools
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ..isolation import of_one
 from ..precision import stage
 from ..sharding import whole
 from . import contraction
 from .clip import ClippedSum, TracedLoss, clip_and_sum
-from .factored import (
-    Asked,
-    LeafForm,
-    Seen,
-    adding,
-    leaf_gradient,
-    measuring,
-    of_slices,
-)
+from .factored import LeafForm, Seen, answering, leaf_gradient, of_slices
 from .leaves import LeafGradient, computed_once, no_gradient
 from .taps import Kernel, convolved, evaluate, tapped
 from .uses import Address, ParamUse, Uses, scattering_of
@@ -54,37 +47,55 @@ def clipped_sum(
     Guarantee: what one example adds is bounded as `clip_and_sum` says, and depends on no other
     example. The measured arrays are those that are added: formed gradients and kept cotangents are
     computed once; the second pass of ghost measures again what it computes again
-    (`factored.adding`).
+    (`factored.answering`).
     """
     uses, batch = traced.uses, len(is_padding_example)
     seen = _seen(traced, uses) if method == "ghost" else dict[Address, Seen]()
     kernels = {at: Kernel(use) for at, use in uses.kernels.items()}
     known: dict[Address, AtUse] = {**uses.at, **seen, **kernels}
-    scales = traced.scales(batch)
-    found = traced.mapped(functools.partial(_backward, traced, known), examples, scales)
-    loss, aux, residuals, cotangents, grads = found
+    leaf_of = {at: leaf for leaf, its in enumerate(uses.of) for at in its}
 
-    def finish(values: Any) -> tuple[ClippedSum, list[Array], dict[Address, Array]]:
-        loss, aux, residuals, cotangents, grads, scales = values
-        residuals, cotangents = _moved(uses, residuals, cotangents, is_back=True)
-        with stage("norm"):
-            leaves = [
-                _leaf_gradient(traced, leaf, seen, residuals, cotangents, grads)
-                for leaf in range(len(traced.params))
-            ]
-        result, factors = clip_and_sum(traced, leaves, loss, aux, scales, is_padding_example)
-        return result, factors, {at: cotangents[at][..., 1] for at in seen}
+    @jax.jit
+    def finished(
+        clip_norms: list[Array], found: _Backward, *others: Any
+    ) -> tuple[Array, list[Array]]:
+        """Norms and clip factors of a batch, one of each for every clip norm, and the sums."""
 
-    values = (loss, aux, *_moved(uses, residuals, cotangents), grads, scales)
-    result, factors, limits = computed_once(finish, values, loss)
-    sums = result.grads
-    if seen:
-        leaf_of = {at: leaf for leaf, its in enumerate(uses.of) for at in its}
-        of_use = {at: factors[traced.groups[leaf_of[at]]] for at in seen}
-        totals = _second_pass(traced, seen, examples, scales, of_use, limits)
-        for at, total in totals.items():
-            sums[leaf_of[at]] = seen[at].of_leaf(total)
-    return result._replace(grads=traced.scattered(sums))
+        def finish(values: tuple[_Backward, Any, Array]) -> tuple[Array, list[Array]]:
+            found, scales, is_padding = values
+            residuals, cotangents = _moved(uses, found.residuals, found.cotangents, is_back=True)
+            with stage("norm"):
+                leaves = [
+                    _leaf_gradient(traced, leaf, seen, residuals, cotangents, found.grads)
+                    for leaf in range(len(traced.params))
+                ]
+            here = traced._replace(clipping=traced.clipping.with_arrays(clip_norms))
+            sums, clipped = clip_and_sum(here, leaves, found.loss, scales, is_padding)
+            return jnp.stack([*clipped.norms, *clipped.factors], axis=-1), sums
+
+        residuals, cotangents = _moved(uses, found.residuals, found.cotangents)
+        found = found._replace(residuals=residuals, cotangents=cotangents)
+        return computed_once(finish, (found, *others), found.loss)
+
+    def one(example: list[Array], scale: Any, is_padding: Array) -> tuple[Any, Any]:
+        aux, found, pullback = _backward(traced, known, example, scale)
+        finish = functools.partial(finished, traced.clipping.arrays)
+        own, sums = of_one(finish, batch)(found, scale, is_padding)
+        norms, factors = jnp.split(own, 2)
+        totals = dict[Address, Array]()
+        if seen:
+            limits = {at: found.cotangents[at][..., 1] for at in seen}
+            of_use = {at: factors[traced.groups[leaf_of[at]]] for at in seen}
+            totals = _second_pass(pullback, _start(found.loss, scale), of_use, limits)
+        return (found.loss, aux, list(norms)), (sums, totals)
+
+    found = traced.mapped(
+        one, examples, traced.scales(batch), is_padding_example, out_axes=(0, None)
+    )
+    (loss, aux, norms), (sums, totals) = found
+    for at, total in totals.items():
+        sums[leaf_of[at]] = seen[at].of_leaf(total)
+    return ClippedSum(traced.scattered(sums), loss, norms, aux)
 
 
 def _seen(traced: TracedLoss, uses: Uses) -> dict[Address, Seen]:
@@ -97,32 +108,69 @@ def _seen(traced: TracedLoss, uses: Uses) -> dict[Address, Seen]:
     }
 
 
+class _Backward(NamedTuple):
+    """What the backward pass of one example finds.
+
+    Attributes:
+        loss: the loss.
+        residuals: of every use that is not seen.
+        cotangents: of every use; norm and bound of one that is seen.
+        grads: of every formed leaf.
+    """
+
+    loss: Array
+    residuals: dict[Address, Any]
+    cotangents: dict[Address, Any]
+    grads: dict[int, Array]
+
+
 def _backward(
     traced: TracedLoss,
     known: dict[Address, AtUse],
     example: list[Array],
     scale: Float[Array, ""] | None,
-) -> tuple[Array, list[Array], dict[Address, Any], dict[Address, Any], dict[int, Array]]:
-    """One example's loss, aux, residuals, cotangents of uses, and gradients of formed leaves."""
+) -> tuple[list[Array], _Backward, Any]:
+    """One example's aux, what its backward pass finds, and the pullback, for a second pass."""
     params = {leaf: whole(traced.params[leaf]) for leaf in traced.uses.formed}
 
-    def run(taps: dict[Address, Any], formed: dict[int, Array]) -> tuple[Array, Any]:
+    def run(taps: dict[Address, Any], formed: dict[int, Array]) -> tuple[Any, Any]:
         own = [formed.get(leaf, x) for leaf, x in enumerate(traced.params)]
         inputs = [*own, *traced.frozen, *example]
         with stage("loss"):
-            loss, aux, residuals = evaluate(traced.program, known, inputs, taps, _at_use)
-        return loss, (aux, residuals)
+            loss, aux, kept = evaluate(traced.program, known, inputs, taps, _at_use)
+        asked = {at: its for at, its in kept.items() if isinstance(known[at], Seen)}
+        residuals = {at: its for at, its in kept.items() if at not in asked}
+        return (loss, asked), (aux, residuals)
 
     taps = {at: _no_tap(its) for at, its in known.items()}
-    loss, pullback, (aux, residuals) = jax.vjp(run, taps, params, has_aux=True)
-    cotangents, grads = pullback(_start(loss, scale))
-    return loss, aux, residuals, cotangents, grads
+    (loss, asked), pullback, (aux, residuals) = jax.vjp(run, taps, params, has_aux=True)
+    cotangents, grads = pullback((_start(loss, scale), jax.tree.map(jnp.zeros_like, asked)))
+    cotangents |= {at: cotangents[at].known for at in asked}
+    return aux, _Backward(loss, residuals, cotangents, grads), pullback
+
+
+def _second_pass(
+    pullback: Any,
+    start: Array,
+    factors: dict[Address, Float[Array, ""]],
+    limits: dict[Address, Float[Array, "*slices"]],
+) -> dict[Address, Array]:
+    """The weighted sums, over all examples, of all uses that are seen."""
+    # Without the barrier the compiler would see that both passes compute the same cotangents, and
+    # keep them all from the first to the second.
+    pullback, factors, limits = jax.lax.optimization_barrier((pullback, factors, limits))
+    asked = {
+        at: jnp.stack([jnp.broadcast_to(factors[at], limit.shape), limit], axis=-1)
+        for at, limit in limits.items()
+    }
+    taps, _ = pullback((start, asked))
+    return {at: taps[at].total for at in asked}
 
 
 def _at_use(known: AtUse, *rest: Any) -> tuple[Array, Any]:
     match known:
         case Seen():
-            return measuring(known, *rest)
+            return answering(known, *rest)
         case Kernel():
             return convolved(known, *rest)
         case _:
@@ -132,7 +180,7 @@ def _at_use(known: AtUse, *rest: Any) -> tuple[Array, Any]:
 def _no_tap(known: AtUse) -> Any:
     match known:
         case Seen():
-            return known.no_norms()
+            return known.taps()
         case Kernel():
             return ()
         case _:
@@ -169,40 +217,6 @@ def _leaf_gradient(
     return leaf_gradient(form, [(residuals[at], cotangents[at]) for at in uses], scattering)
 
 
-def _second_pass(
-    traced: TracedLoss,
-    seen: dict[Address, Seen],
-    examples: list[Array],
-    scales: Float[Array, " batch"] | None,
-    factors: dict[Address, Float[Array, " batch"]],
-    limits: dict[Address, Float[Array, "batch *slices"]],
-) -> dict[Address, Array]:
-    """The weighted sums of all uses that are seen, from a second pass through the loss and back."""
-    # Without the barrier the compiler would see that both passes compute the same cotangents, and
-    # keep them all from the first to the second.
-    arrays = (traced.params, traced.frozen, examples, scales, factors, limits)
-    params, frozen, examples, scales, factors, limits = jax.lax.optimization_barrier(arrays)
-    here = traced.with_arrays(params, frozen, traced.consts)
-
-    def one(example: list[Array], scale: Any, factors: Any, limits: Any) -> dict[Address, Array]:
-        def run(totals: dict[Address, Array]) -> Array:
-            taps = {
-                at: Asked(total, jnp.broadcast_to(factors[at], limits[at].shape), limits[at])
-                for at, total in totals.items()
-            }
-            inputs = [*here.params, *here.frozen, *example]
-            with stage("loss"):
-                loss, _, _ = evaluate(here.program, seen, inputs, taps, adding)
-            return loss
-
-        loss, pullback = jax.vjp(run, {at: its.no_sum() for at, its in seen.items()})
-        (totals,) = pullback(_start(loss, scale))
-        return totals
-
-    # A sum is the same for all examples.
-    return here.mapped(one, examples, scales, factors, limits, out_axes=None)
-
-
 def _moved(
     uses: Uses, residuals: dict[Address, Any], cotangents: dict[Address, Any], is_back: bool = False
 ) -> tuple[dict[Address, Any], dict[Address, Any]]:
@@ -214,7 +228,7 @@ def _moved(
     """
     residuals, cotangents = dict(residuals), dict(cotangents)
     for at, use in uses.at.items():
-        if isinstance(residuals[at], tuple) and not residuals[at]:  # seen
+        if at not in residuals:  # seen
             continue
         scans = len(use.scans) if {*use.scans} == {"slices"} else 0
         order = (0, *(1 + axis for axis in _columns_last(use)))

@@ -72,11 +72,13 @@ class _Search(NamedTuple):
     Attributes:
         shapes: of the trainable leaves.
         of, formed: the results, as in `Uses`.
+        is_held: whether what uses meet is held for the backward pass: they are in no checkpoint.
     """
 
     shapes: list[tuple[int, ...]]
     of: tuple[dict[Address, ParamUse], ...]
     formed: dict[int, str]
+    is_held: bool = True
 
     def program(
         self,
@@ -115,8 +117,10 @@ class _Search(NamedTuple):
             if all(is_regular(view.steps, self.shapes[view.leaf]) for view in views):
                 return views
         match inside(equation):
-            case Call("jit" | "remat", body):
+            case Call("jit", body):
                 return self.program(body, inputs, address, scans)
+            case Call("remat", body):
+                return self._replace(is_held=False).program(body, inputs, address, scans)
             case Scan() as scan:
                 return self.scan(scan, inputs, address, scans)
             case _:
@@ -177,6 +181,7 @@ class _Search(NamedTuple):
             tuple("slices" if scan in view.over else "time" for scan, _ in scans),
             result,
             residuals,
+            is_held=self.is_held,
         )
         if use.is_empty:
             return

@@ -119,6 +119,7 @@ class ParamUse(NamedTuple):
         result: shape and dtype of the equation's result, the lengths of the scans in front.
         residuals: shapes and dtypes of the residuals, likewise.
         matmul: the narrow dtypes that the equation multiplies in, if it does.
+        is_held: whether what it meets is held for the backward pass: it is in no checkpoint.
     """
 
     kind: Kind
@@ -130,6 +131,7 @@ class ParamUse(NamedTuple):
     result: jax.ShapeDtypeStruct
     residuals: Any
     matmul: Matmul | None = None
+    is_held: bool = True
 
     @property
     def name(self) -> str:

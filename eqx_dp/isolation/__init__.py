@@ -1,4 +1,4 @@
 """Examples never meet: proven on the differentiated program of one example."""
 
-from .primitives import engines_rule as engines_rule
+from .run import of_one as of_one
 from .run import run_apart as run_apart

@@ -7,11 +7,13 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array, PyTree
 
 from ..programs import channels_last, safe_in_conditionals
 from .facts import OWN, Meeting
 from .judge import Judge
+from .primitives import engines_rule
 from .refusal import refusal
 from .steering import may_be_trusted
 
@@ -28,8 +30,8 @@ def run_apart(
     example, in which the user's derivative rules have been applied (`Judge` says how). `jax.vmap`
     maps that same program, and it is run (on a CPU with convolutions written channels last, and
     under JAX 0.10 with some results clamped between the infinities, which does not change them).
-    The exception are sums of the engine, in rules that are marked by `engines_rule`: such a result
-    has no examples in front.
+    The exception are sums of the engine, of functions that `of_one` made: such a result has no
+    examples in front.
 
     Args:
         one: takes the arrays of one example.
@@ -44,7 +46,9 @@ def run_apart(
     leaves, structure = jax.tree.flatten(batch)
 
     def judged(*values: Any) -> Any:
-        program, shapes = jax.make_jaxpr(one, return_shape=True)(*values)
+        # A program is evaluated within this mesh, so what is traced within it is not traced again.
+        with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+            program, shapes = jax.make_jaxpr(one, return_shape=True)(*values)
         _refuse_meetings(program, loss)
         structures.append(jax.tree.structure(shapes))
         results = jex_core.jaxpr_as_fun(program)(*jax.tree.leaves(values))
@@ -62,6 +66,36 @@ def run_apart(
     mapped = jax.make_jaxpr(jax.jit(flat) if is_call else flat)(*leaves)
     results = jex_core.jaxpr_as_fun(channels_last(mapped))(*leaves)
     return jax.tree.unflatten(structures[0], safe_in_conditionals(mapped, results))
+
+
+def of_one(of_batch: Callable[..., tuple[Array, Any]], size: int = 1) -> Callable[..., Any]:
+    """Turns a function of a batch into one that the program of one example calls.
+
+    Guarantee: `vmap` calls `of_batch` once, with all examples. Nothing else is run.
+
+    Args:
+        of_batch: from trees of arrays, examples in front, to an array with examples in front, each
+            entry from one example alone, and a tree of sums over examples.
+        size: how many examples it is traced on to know what it returns.
+    """
+
+    @custom_vmap
+    def one(*values: Any) -> tuple[Array, Any]:
+        own, sums = of_batch(*jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), values))
+        return own[0], sums
+
+    @one.def_vmap
+    @engines_rule
+    def _(size: int, is_mapped: list[Any], *values: Any) -> tuple[Any, tuple[bool, Any]]:
+        values = jax.tree.map(
+            lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape)),
+            values,
+            tuple(is_mapped),
+        )
+        own, sums = of_batch(*values)
+        return (own, sums), (True, jax.tree.map(lambda _: False, sums))
+
+    return one
 
 
 def _refuse_meetings(program: jex_core.ClosedJaxpr, loss: jex_core.Jaxpr) -> None:

@@ -75,6 +75,20 @@ def test_reasons(name):
     assert reason in row.reason
 
 
+@pytest.mark.parametrize(
+    ("product", "way"),
+    [(jnp.dot, "formed"), (jax.checkpoint(jnp.dot), "factored")],
+    ids=["plain-formed", "checkpoint-factored"],
+)
+def test_ghost_forms_a_leaf_if_what_it_is_made_of_takes_more_and_is_held(product, way):
+    grad_fn = dp.filter_clipped_grad(
+        lambda w, x: jnp.sum(product(x, w) ** 2), l2_clip_norm=1.0, method="ghost"
+    )
+    for width, its in ((3, way), (64, "factored")):
+        (row,) = dp.explain(grad_fn, jnp.ones((width, width)), jnp.ones((4, 32, width))).rows
+        assert row.way == its
+
+
 @pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
 def test_what_was_asked_for(method):
     found = explained(CASE, method=method, microbatch_size=3)

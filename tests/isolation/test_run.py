@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, PartitionSpec
 
-from eqx_dp.isolation import engines_rule, run_apart
+from eqx_dp.isolation import of_one, run_apart
 from tests.tiers import curated
 
 NO_LOSS = jax.make_jaxpr(lambda: 0.0)().jaxpr
@@ -377,15 +377,7 @@ def test_a_rule_that_only_a_vmap_around_it_all_would_run_is_refused(size):
 # The engine's own sums
 
 
-@custom_vmap
-def summed(x):
-    return x.sum(), x
-
-
-@summed.def_vmap
-@engines_rule
-def _(size, is_mapped, x):
-    return (x.sum((1, 2)), x.sum(0)), (True, False)
+summed = of_one(lambda x: (x.sum((1, 2)), x.sum(0)))
 
 
 def test_a_sum_by_the_engine_stands_by_itself():
