@@ -27,16 +27,11 @@ def without_ones(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
 def _of_equation(equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn] | None:
     if equation.primitive is not mul_p and equation.primitive is not div_p:
         return None
-    result = equation.outvars[0].aval
-    first, second = equation.invars
-    for place, (factor, other) in enumerate(((second, first), (first, second))):
+    for place, (other, factor) in enumerate((equation.invars, equation.invars[::-1])):
         is_factor = equation.primitive is mul_p or place == 0
-        if is_factor and _is_one(factor) and other.aval == result:
-            return inlined(lambda *x, place=place: checkpoint_name(x[place], _NAME), equation)
+        if is_factor and _is_one(factor) and other.aval == equation.outvars[0].aval:
+            return inlined(lambda *x, place=place: checkpoint_name(x[place], "times_one"), equation)
     return None
-
-
-_NAME = "times_one"
 
 
 def _is_one(atom: jex_core.Var | jex_core.Literal) -> bool:

@@ -1,5 +1,6 @@
 """Replaces equations of a program, in loops and branches as well."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -15,29 +16,30 @@ OfEquation: TypeAlias = Callable[[jex_core.JaxprEqn], Sequence[jex_core.JaxprEqn
 def rewritten(program: jex_core.ClosedJaxpr, of_equation: OfEquation) -> jex_core.ClosedJaxpr:
     """A program of the same inputs and results; itself if there is nothing to do.
 
-    Derivative rules that are not yet applied stay as they are. Each program is rewritten once: what
-    is called twice is compiled once, before and after.
+    Equations that no result and no effect needs are left out: some libraries evaluate a layer to
+    learn the shape of its result. Derivative rules that are not yet applied stay as they are. Each
+    program is rewritten once: what is called twice is compiled once, before and after.
     """
-    known: dict[Any, Any] = {}
 
+    @functools.cache
     def of_program(program: Any) -> Any:
-        if program not in known:
-            known[program] = changed(program)
-        return known[program]
-
-    def changed(program: Any) -> Any:
         jaxpr = open_jaxpr(program)
         # In JAX 0.11 a closed program is an open one with constants, and both are one class.
         if jaxpr is not program:
             new = of_program(jaxpr)
             return program if new is jaxpr else jex_core.ClosedJaxpr(new, program.consts)
-        equations = [new for equation in jaxpr.eqns for new in in_place_of(equation)]
-        is_same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=False))
-        return jaxpr if is_same else jaxpr.replace(eqns=equations)
+        equations, needed = list[jex_core.JaxprEqn](), variables(jaxpr.outvars)
+        for equation in reversed([new for old in jaxpr.eqns for new in in_place_of(old)]):
+            if equation.effects or not needed.isdisjoint(equation.outvars):
+                equations.insert(0, equation)
+                needed |= variables(equation.invars)
+        return jaxpr if equations == list(jaxpr.eqns) else jaxpr.replace(eqns=equations)
+
+    def variables(atoms: Sequence[Any]) -> set[Any]:
+        return {atom for atom in atoms if isinstance(atom, jex_core.Var)}
 
     def in_place_of(equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn]:
-        new = of_equation(equation)
-        if new is not None:
+        if (new := of_equation(equation)) is not None:
             return new
         params = with_programs(equation, of_program)
         is_same = all(params[name] is value for name, value in equation.params.items())

@@ -46,12 +46,19 @@ def l2_term(model, x):
     return jnp.sum(jnp.sin(x @ model["w"] + model["b"])) + jnp.sum(model["w"] ** 2)
 
 
+def probe(model, x):
+    """A library may call a layer to learn the shape of its result."""
+    shape = jnp.sin(model["w"][jnp.argmax(x)]).shape
+    return jnp.sum(jnp.sin(x @ model["w"])) + len(shape)
+
+
 ONES = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
 REASONS = {
     "what no use describes": (
         lambda m, x: jnp.sum(jnp.maximum(m["b"], x[:2])), "b", (), "formed",
         "used by more than products ('max')",
     ),
+    "what is computed and thrown away": (probe, "w", ("contraction",), "factored", "one step"),
     "what is not used": (
         lambda m, x: jnp.sum(m["b"]), "w", (), "unused", "the loss does not depend on it",
     ),
