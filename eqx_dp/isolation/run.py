@@ -29,7 +29,7 @@ def run_apart(
     example alone and on what `one` closes over. The proof is on the program of `one` for one
     example, in which the user's derivative rules have been applied (`Judge` says how). `jax.vmap`
     maps that same program, and it is run (on a CPU with convolutions written channels last, and
-    under JAX 0.10 with some results clamped between the infinities, which does not change them).
+    under JAX 0.10 with some products clamped between the infinities, which does not change them).
     The exception are sums of the engine, of functions that `of_one` made: such a result has no
     examples in front.
 
@@ -64,8 +64,8 @@ def run_apart(
     is_call = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     is_call &= not any(getattr(x.aval, "dtype", None) == jnp.float16 for x in loss.invars)
     mapped = jax.make_jaxpr(jax.jit(flat) if is_call else flat)(*leaves)
-    results = jex_core.jaxpr_as_fun(channels_last(mapped))(*leaves)
-    return jax.tree.unflatten(structures[0], safe_in_conditionals(mapped, results))
+    mapped = safe_in_conditionals(channels_last(mapped))
+    return jax.tree.unflatten(structures[0], jex_core.jaxpr_as_fun(mapped)(*leaves))
 
 
 def of_one(of_batch: Callable[..., tuple[Array, Any]], size: int = 1) -> Callable[..., Any]:

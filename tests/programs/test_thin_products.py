@@ -28,9 +28,8 @@ def test_what_is_transposed_goes_into_a_conditional(sizes):
         return found.mT, found
 
     def branched(x, y, choice):
-        results = jex_core.jaxpr_as_fun(jax.make_jaxpr(product)(x, y))(x, y)
-        results = safe_in_conditionals(jax.make_jaxpr(product)(x, y), results)
-        there, back = lax.optimization_barrier(results)
+        program = safe_in_conditionals(jax.make_jaxpr(product)(x, y))
+        there, back = lax.optimization_barrier(jex_core.jaxpr_as_fun(program)(x, y))
         return lax.cond(choice, jnp.multiply, lambda a, b: jnp.tanh(a) + b, there, back.mT)
 
     rng = np.random.default_rng(0)
