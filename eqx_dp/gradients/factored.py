@@ -281,7 +281,9 @@ def _answering(seen: Seen, result: Array, taps: Taps, residuals: Any) -> tuple[A
 
 
 def _answering_forward(seen: Seen, result: Array, taps: Taps, residuals: Any) -> tuple[Any, Any]:
-    return _answering(seen, result, taps, residuals), residuals
+    # Not by a call of `_answering`: that would stay in the program, which then had no derivative.
+    del taps
+    return (result, jnp.zeros(2, seen.dtype)), residuals
 
 
 def _answering_back(seen: Seen, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
