@@ -51,7 +51,7 @@ def clipped_sum(
     """
     uses, batch = traced.uses, len(is_padding_example)
     seen = _seen(traced, uses) if method == "ghost" else dict[Address, Seen]()
-    kernels = {at: Kernel(use) for at, use in uses.kernels.items()}
+    kernels = {at: Kernel(use, method == "ghost") for at, use in uses.kernels.items()}
     known: dict[Address, AtUse] = {**uses.at, **seen, **kernels}
     leaf_of = {at: leaf for leaf, its in enumerate(uses.of) for at in its}
 

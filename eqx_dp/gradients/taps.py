@@ -16,10 +16,12 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..isolation import of_one
 from ..programs import Call, Scan, inside, interpret, literal_value, rematerialised, scanned
 from ..programs import at as named
 from ..sharding import Shard, evaluated_whole, rearranged, whole
 from . import contraction, convolution, lookup
+from .leaves import computed_once
 from .program import Program
 from .uses import Address, Kind, Operation, ParamUse, Uses, operation_of, shape_of
 from .views import Steps, is_regular, steps_of
@@ -242,9 +244,15 @@ class Kernel(NamedTuple):
 
     JAX's own rule convolves images with cotangents, each example with its own: on a CPU that takes
     several times as long.
+
+    Attributes:
+        use: the use.
+        saves_memory: whether patches go as soon as they are used. Otherwise the compiler may hold
+            those of several layers at once, which is a little faster.
     """
 
     use: ParamUse
+    saves_memory: bool
 
 
 def convolved(
@@ -258,6 +266,12 @@ def convolved(
     def run(image: Array, kernel: Array) -> Array:
         return evaluated_whole(equation, [image, kernel])[0]
 
+    def of_batch(*sides: Array) -> tuple[Array, Any]:
+        return computed_once(lambda its: jax.vmap(outer_products)(*its), sides, sides[1]), ()
+
+    outer_products = functools.partial(convolution.outer_products, use.operation)
+    gradient = (lambda *its: of_one(of_batch)(*its)[0]) if known.saves_memory else outer_products
+
     def forward(image: Array, kernel: Array) -> tuple[Array, Any]:
         result, pullback = jax.vjp(
             lambda image: evaluated_whole(equation, [image, kernel])[0], image
@@ -267,7 +281,7 @@ def convolved(
     def backward(held: Any, cotangent: Array) -> tuple[Array, Array]:
         pullback, image = held
         aval: Any = equation.invars[1].aval
-        grads = convolution.outer_products(use.operation, image, cotangent)
+        grads = gradient(image, cotangent)
         return *pullback(cotangent), use.inside().to_parameter(grads).astype(aval.dtype)
 
     run.defvjp(forward, backward)

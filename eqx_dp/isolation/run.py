@@ -46,7 +46,7 @@ def run_apart(
     leaves, structure = jax.tree.flatten(batch)
 
     def judged(*values: Any) -> Any:
-        # A program is evaluated within this mesh, so what is traced within it is not traced again.
+        # A program is evaluated within this mesh. What is traced within it is not traced again.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
             program, shapes = jax.make_jaxpr(one, return_shape=True)(*values)
         _refuse_meetings(program, loss)
