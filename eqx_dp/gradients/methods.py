@@ -28,9 +28,10 @@ from ..precision import stage
 from ..sharding import whole
 from . import contraction
 from .clip import ClippedSum, TracedLoss, clip_and_sum
+from .convolution import Kernel, convolved
 from .factored import LeafForm, Seen, answering, leaf_gradient, of_slices
 from .leaves import LeafGradient, computed_once, no_gradient
-from .taps import Kernel, convolved, evaluate, tapped
+from .taps import evaluate, tapped
 from .uses import Address, ParamUse, Uses, scattering_of
 
 AtUse: TypeAlias = ParamUse | Seen | Kernel

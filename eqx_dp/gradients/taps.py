@@ -16,12 +16,10 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..isolation import of_one
 from ..programs import Call, Scan, inside, interpret, literal_value, rematerialised, scanned
 from ..programs import at as named
 from ..sharding import Shard, evaluated_whole, rearranged, whole
 from . import contraction, convolution, lookup
-from .leaves import computed_once
 from .program import Program
 from .uses import Address, Kind, Operation, ParamUse, Uses, operation_of, shape_of
 from .views import Steps, is_regular, steps_of
@@ -237,55 +235,6 @@ def tapped(
     """Adds a tap to the result, and keeps the residuals."""
     (result,) = evaluated_whole(equation, inputs)
     return use.received(result + tap), use.kept(inputs)
-
-
-class Kernel(NamedTuple):
-    """The use of a formed leaf as a kernel: its gradient comes from patches of the image.
-
-    JAX's own rule convolves images with cotangents, each example with its own: on a CPU that takes
-    several times as long.
-
-    Attributes:
-        use: the use.
-        saves_memory: whether patches go as soon as they are used. Otherwise the compiler may hold
-            those of several layers at once, which is a little faster.
-    """
-
-    use: ParamUse
-    saves_memory: bool
-
-
-def convolved(
-    known: Kernel, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any
-) -> tuple[Array, Any]:
-    """The result of a convolution, with another rule for the kernel's gradient."""
-    del tap
-    use = known.use
-
-    @jax.custom_vjp
-    def run(image: Array, kernel: Array) -> Array:
-        return evaluated_whole(equation, [image, kernel])[0]
-
-    def of_batch(*sides: Array) -> tuple[Array, Any]:
-        return computed_once(lambda its: jax.vmap(outer_products)(*its), sides, sides[1]), ()
-
-    outer_products = functools.partial(convolution.outer_products, use.operation)
-    gradient = (lambda *its: of_one(of_batch)(*its)[0]) if known.saves_memory else outer_products
-
-    def forward(image: Array, kernel: Array) -> tuple[Array, Any]:
-        result, pullback = jax.vjp(
-            lambda image: evaluated_whole(equation, [image, kernel])[0], image
-        )
-        return result, (pullback, image)
-
-    def backward(held: Any, cotangent: Array) -> tuple[Array, Array]:
-        pullback, image = held
-        aval: Any = equation.invars[1].aval
-        grads = gradient(image, cotangent)
-        return *pullback(cotangent), use.inside().to_parameter(grads).astype(aval.dtype)
-
-    run.defvjp(forward, backward)
-    return run(*map(whole, inputs)), ()
 
 
 def evaluate(
