@@ -1,6 +1,7 @@
 """What makes a sum of clipped gradients private: sampling, noise, and the plan that ties them."""
 
 from . import sampling_kinds as sampling_kinds
+from .accounted_plan import epsilon_beyond as epsilon_beyond
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
 from .accounting import NeighboringRelation as NeighboringRelation
 from .accounting import check_relation as check_relation

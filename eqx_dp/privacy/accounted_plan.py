@@ -1,6 +1,7 @@
 """What a plan says, and what it costs: fields, accounting, calibration."""
 
 import dataclasses
+import math
 from typing import Any, Self, SupportsFloat, SupportsIndex, cast
 
 import dp_accounting
@@ -235,6 +236,33 @@ class AccountedPlan:
             return self.steps
         advice = " For a longer run make a new plan, before the run starts."
         return whole_number("steps", steps, least=0, most=self.steps, advice=advice)
+
+
+def epsilon_beyond(plan: AccountedPlan, steps: int) -> float:
+    """Epsilon of so many steps of all starts of a run, also if they are more than the plan's.
+
+    The starts of one directory take at most the plan's steps. Copies of it, put together, may have
+    more: each start kept to the plan, and all their steps are one adaptive composition.
+
+    **Guarantee.** It is at least the true epsilon of `steps` steps at the plan's delta. Beyond the
+    plan's steps it is that of a longer plan. What a plan adds to epsilon for finite precision, and
+    takes of delta for that and for batches that overflow, is counted once for each time that the
+    plan's steps fit in, rounded up.
+
+    | case | what happens |
+    |---|---|
+    | at most the plan's steps | `plan.epsilon(steps)` |
+    | a cycle was begun | it counts as a whole |
+    | delta does not pay for so many steps, or nothing accounts for them | infinite |
+    """
+    if steps <= plan.steps:
+        return plan.epsilon(steps)
+    times, counted = -(-steps // plan.steps), plan.mechanism().counted(steps)
+    try:
+        longer = dataclasses.replace(plan, steps=counted, delta=plan.delta - times * plan.charged)
+    except ValueError:
+        return math.inf
+    return longer.epsilon() + (times - 1) * PRECISION_EPSILON
 
 
 def _kind(sampling_prob: SupportsFloat | None, sampling: Kind | None) -> Kind:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from ..audit.record import AUDIT
 from ..files import read_json
-from ..privacy import PrivacyPlan
+from ..privacy import PrivacyPlan, epsilon_beyond
 from ..training import CHECKS, METRICS, CheckpointError, entries_in, statement
 
 # The number of epsilons that are computed, a tenth of a second each.
@@ -65,8 +65,7 @@ def read_run(directory: Path) -> Run:
         )
     starts = sorted(entries.values(), key=lambda entry: entry["start"])
     plan = PrivacyPlan.from_json(json.dumps(starts[-1]["plan"]))
-    released = min(sum(entry["steps"] for entry in starts), plan.steps)
-    epsilon = plan.epsilon(released)
+    said = statement(plan, entries)
     audits = _read(directory / AUDIT)
     attacks = audits.pop("canaries", {})
     if not isinstance(attacks, dict):
@@ -76,9 +75,9 @@ def read_run(directory: Path) -> Run:
         directory.resolve().name,
         plan,
         starts,
-        released,
-        epsilon,
-        statement(plan, entries, epsilon)["does_not_cover"],
+        said["steps_released"],
+        float(said["epsilon"]),
+        said["does_not_cover"],
         _read(directory / CHECKS),
         audits,
         _metrics(directory / METRICS),
@@ -89,7 +88,7 @@ def epsilon_over_steps(run: Run) -> list[tuple[int, float]]:
     """Epsilon after some numbers of steps; denser at the beginning, where it rises fast."""
     shares = np.linspace(0, 1, _FIGURES) ** 2
     steps = sorted({run.released, *(round(float(share) * run.plan.steps) for share in shares)})
-    return [(step, run.plan.epsilon(step)) for step in steps]
+    return [(step, epsilon_beyond(run.plan, step)) for step in steps]
 
 
 class Attack(NamedTuple):
@@ -121,8 +120,8 @@ def attack_on(run: Run) -> Attack:
     alarms = np.linspace(0.0, 1.0, 1001)
     found, right = np.ones_like(alarms), 1.0
     for delta in (*np.geomspace(run.plan.delta, 0.1, 8, endpoint=False), *np.linspace(0.1, 0.9, 8)):
-        epsilon = dataclasses.replace(run.plan, delta=float(delta)).epsilon(run.released)
-        if epsilon > 500:  # it bounds nothing, and its exponential is no float
+        epsilon = epsilon_beyond(dataclasses.replace(run.plan, delta=float(delta)), run.released)
+        if max(epsilon, run.epsilon) > 500:  # it bounds nothing, and its exponential is no float
             continue
         times = math.exp(epsilon)
         found = np.minimum(found, delta + times * alarms)

@@ -13,7 +13,7 @@ from typing import Any, cast
 from ..expected import RunPath
 from ..extras import extra
 from ..files import append, finite_or_none, going_on
-from ..privacy import PrivacyPlan
+from ..privacy import PrivacyPlan, epsilon_beyond
 from .dispatch import FlatState
 from .hosts import is_first_host
 from .state import TrainState
@@ -28,7 +28,9 @@ class Event:
 
     Attributes:
         step: how many steps may have been released so far, by all starts of the run: what epsilon
-            depends on. Without a directory, how many were taken.
+            depends on. It is this start's own steps, and those that the others had announced when
+            the ledger was last read: after each evaluation, wherever there is an epsilon, and
+            before each block. Without a directory, how many were taken.
         metrics: numbers by name, from an evaluation. Empty after most steps.
         seconds: the time since this start began.
         epsilon: epsilon of those steps; None if it was not computed after this step.
@@ -85,17 +87,17 @@ class EpsilonAhead:
         self._coming: dict[int, Future[float]] = {}
 
     def of(self, step: int) -> float:
-        """Epsilon of the first `step` steps.
+        """Epsilon of `step` steps, by `epsilon_beyond`.
 
         Where Monte Carlo accounts for the plan it is that of all of the plan's steps, which is
         more: each number of steps may take a minute, and this one is computed once.
         """
         if self._plan.accounting_confidence < 1:
-            return self._plan.epsilon()
+            return epsilon_beyond(self._plan, max(step, self._plan.steps))
         coming = step
         for _ in range(3):  # this one, and the next two
             if coming not in self._coming:
-                self._coming[coming] = self._worker.submit(self._plan.epsilon, coming)
+                self._coming[coming] = self._worker.submit(epsilon_beyond, self._plan, coming)
             coming = min([self._stop, *((coming // every + 1) * every for every in self._every)])
         return self._coming[step].result()
 

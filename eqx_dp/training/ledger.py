@@ -5,7 +5,9 @@
 
 **Protocol.** Before a block of steps a start writes its own file: the steps that it has taken, plus
 those of the block. Then it reads all files. If their sum exceeds the plan's steps, it withdraws the
-block, and takes none of its steps. At a clean end it writes the exact number.
+block, and takes none of its steps. At a clean end it writes the exact number. It holds the folder
+open, and looks before it writes, at each checkpoint and before each epsilon that it shows: if the
+path leads to another folder, or a file that it has seen is gone or says fewer steps, it ends.
 
 **Guarantee.** All starts together take at most the plan's steps. Proof: of all blocks that were not
 withdrawn, let B be the one whose file was written last. Its start read the files afterwards, and
@@ -13,6 +15,15 @@ each of them then held at least the steps that its start takes in all: blocks th
 written before, and an exact number replaces a larger one only when its steps are taken. Their sum
 was at most the plan's steps. The proof assumes that every later reading, on all hosts, sees a
 written file, and that nobody removes or edits files. There are no locks.
+
+| case | what happens |
+|---|---|
+| the directory or the folder is moved while a start runs | the start ends; its block counts |
+| a copy of the directory is put in its place | the same; in an object store nothing shows |
+| a file is removed, or says fewer steps | every start that knows of it ends |
+| a start's own file is removed | the start ends, and writes it again; not in an object store |
+| ledgers of copies of a run are put together | no step is left; epsilon is that of the sum |
+| the plan accounts for one start, and two have steps | epsilon is infinite |
 
 **A process that is killed** leaves the announced block in its file. All its steps count, so the sum
 is never below what was released.
@@ -22,9 +33,12 @@ is never below what was released.
 
 import json
 import math
+import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from platform import python_version
 from typing import Any
@@ -32,8 +46,8 @@ from typing import Any
 import jax
 
 from ..expected import RunPath
-from ..files import read_json, write_json
-from ..privacy import PrivacyPlan, can_certify
+from ..files import is_remote, read_json, write_json
+from ..privacy import PrivacyPlan, can_certify, epsilon_beyond
 from .hosts import from_first_host, is_first_host
 from .step import Step
 
@@ -78,7 +92,9 @@ def entries_in(directory: RunPath) -> dict[str, dict[str, Any]]:
 
 
 def statement(
-    plan: PrivacyPlan, entries: Mapping[str, Mapping[str, Any]], epsilon: float
+    plan: PrivacyPlan,
+    entries: Mapping[str, Mapping[str, Any]],
+    epsilon: Callable[[int], float] | None = None,
 ) -> dict[str, Any]:
     """The public statement: what may have been released, what epsilon covers, and what it does not.
 
@@ -87,10 +103,12 @@ def statement(
     Args:
         plan: of the run.
         entries: of the ledger.
-        epsilon: of the sum of their steps.
+        epsilon: of a number of steps, by default by `epsilon_beyond`.
     """
     starts = sorted(entries.values(), key=lambda entry: entry["start"])
     steps = sum(entry["steps"] for entry in starts)
+    is_accounted = len(starts) < 2 or not plan.mechanism().is_one_start
+    figure = (epsilon or partial(epsilon_beyond, plan))(steps) if is_accounted else math.inf
     is_seeded = any(entry["randomness"] == "seeded" for entry in starts)
     is_unsafe = any(entry["unsafe"] for entry in starts)
     is_certified = all(entry["noise"] == "certified" for entry in starts)
@@ -100,7 +118,7 @@ def statement(
         f"The models of all {steps} steps that may have been released, seen together, are "
         f"(epsilon, delta)-differentially private for data sets that are neighbors by {relation}, "
         "if batches stay secret" + (" and so does the seed." if is_seeded else ".")
-        if math.isfinite(epsilon)
+        if math.isfinite(figure)
         else "No privacy is guaranteed: epsilon is infinite."
     )
     does_not_cover = [
@@ -114,7 +132,7 @@ def statement(
     return {
         "format": _STATEMENT,
         "version": _VERSION,
-        "epsilon": epsilon if math.isfinite(epsilon) else str(epsilon),
+        "epsilon": figure if math.isfinite(figure) else str(figure),
         "delta": plan.delta,
         "accounting_confidence": plan.accounting_confidence,
         "steps_released": steps,
@@ -131,12 +149,11 @@ def statement(
 class Tally:
     """Counts the steps of a start without a directory; `Ledger` extends it.
 
-    `others` are the steps that all other starts may have released, when the files were last read;
-    `taken` those that this start has taken.
+    `others` are the steps that all other starts may have released, when this one announced its
+    block; `seen` the same, when the files were last read; `taken` those that this start has taken.
     """
 
-    others = 0
-    taken = 0
+    others = seen = taken = 0
 
     @property
     def released(self) -> int:
@@ -154,7 +171,10 @@ class Tally:
             CheckpointError: the record cannot be written, or another start has taken the rest.
         """
 
-    def end(self, epsilon: Callable[[int], float]) -> None:
+    def look(self) -> None:
+        """Reads what other starts have announced meanwhile."""
+
+    def end(self, epsilon: Callable[[int], float] | None = None) -> None:
         """Records the exact number of steps. If that fails, it warns, and more steps count."""
 
     def record(self) -> dict[str, Any]:
@@ -197,41 +217,40 @@ class Ledger(Tally):
             | {"hosts": jax.process_count()},
         }
         self._known, self._counted = dict[str, int](), step.plan.mechanism().counted
-        self.others, self.start, _ = from_first_host(self._read_others)
-        self._entry["start"] = self.start
+        self._held: int | None = None
+        self.others, self.start, _ = from_first_host(self._opened)
+        self._entry["start"], self.seen = self.start, self.others
 
     def announce(self, steps: int, epsilon: Callable[[int], float]) -> None:
         """As for a `Tally`, on disk."""
-        self.others = from_first_host(lambda: self._announced(steps, epsilon))
+        self.others = self.seen = from_first_host(lambda: self._announced(steps, epsilon))
 
-    def restate(self, epsilon: Callable[[int], float]) -> None:
-        """Writes the statement again: a process that was killed may have left an old one."""
-        from_first_host(lambda: self._state(epsilon))
+    def look(self) -> None:
+        """As for a `Tally`, on disk; all hosts call it together."""
+        self.seen = from_first_host(lambda: self._read_others()[0])
 
-    def end(self, epsilon: Callable[[int], float]) -> None:
-        """As for a `Tally`, on disk."""
-        is_written = self._entry["steps"] or self._entry["ended"]
-        if not is_written or not is_first_host():
+    def end(self, epsilon: Callable[[int], float] | None = None) -> None:
+        """As for a `Tally`, on disk. The statement is written in any case: it may be an old one."""
+        if not is_first_host():
             return
+        if self._held is not None:  # in the same folder, the file is written again if it is gone
+            self._known.pop(self._file.name, None)
         try:
-            self._write(self.taken, ended=True)
+            if self._entry["steps"] or self._entry["ended"]:
+                self._write(self.taken, ended=True)
             self._state(epsilon)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             warnings.warn(
-                f"{self._file} cannot be written ({error.strerror}): steps that this start had "
-                "announced and not taken count as released.",
+                f"{self._file} cannot be written ({getattr(error, 'strerror', error)}): steps that "
+                "this start had announced and not taken count as released.",
                 CheckpointWarning,
                 stacklevel=3,
             )
 
     def record(self) -> dict[str, Any]:
         """As for a `Tally`: `released`, and `ledger`, steps by the names of files."""
-        if is_first_host():
-            for name, entry in entries_in(self._directory).items():
-                ended = entry["steps"] if entry["ended"] else 0  # otherwise it could decrease
-                self._known[name] = max(ended, self._known.get(name, 0))
-        self._known[self._file.name] = self.taken
-        return {"released": self.released, "ledger": dict(self._known)}
+        from_first_host(lambda: bool(self._entries()))
+        return {"released": self.released, "ledger": self._known | {self._file.name: self.taken}}
 
     def check(self, record: Mapping[str, Any]) -> None:
         """Refuses a ledger that counts fewer steps than a checkpoint.
@@ -239,28 +258,45 @@ class Ledger(Tally):
         Raises:
             CheckpointError: a file is missing, or says fewer steps; it is named.
         """
-        self._known = dict(record["ledger"])
-
-        def check() -> None:
-            found = entries_in(self._directory)
-            for name, steps in record["ledger"].items():
-                known = found[name]["steps"] if name in found else 0
-                is_there = (self._directory / LEDGER / name).exists()
-                if known < steps or not is_there:
-                    says = f"says {known} steps" if is_there else "is missing"
-                    raise CheckpointError(
-                        f"{self._directory / LEDGER / name} {says}, and a checkpoint knows of "
-                        f"{steps} steps of that start: epsilon would be too small. Restore the "
-                        "file from a backup; or start another run, in another directory."
-                    )
-
-        from_first_host(check)
+        self._known |= record["ledger"]
+        from_first_host(lambda: bool(self._entries()))
 
     # Only the first host does this.
 
+    def _opened(self) -> tuple[int, int, bool]:
+        """Holds the folder from now on, so that no other can pass for it; reads the files."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        if not is_remote(self._file):  # an object store has no folders to hold
+            self._held = os.open(self._file.parent, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._held)
+        return self._read_others()
+
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        """All entries; refuses another folder, and one that counts fewer steps than is known."""
+        folder, lost, found = self._file.parent, "", entries_in(self._directory)
+        for name, steps in self._known.items():
+            known = found[name]["steps"] if name in found else 0
+            is_there = name in found or (folder / name).exists()
+            if known < steps or not is_there:
+                lost = f"{folder / name} " + (f"says {known} steps" if is_there else "is missing")
+                lost += f", and {steps} steps of that start are known"
+        if self._held is not None and not (
+            folder.is_dir() and os.path.samestat(os.fstat(self._held), os.stat(folder))
+        ):
+            lost = f"{folder} was moved, removed or replaced while this start ran"
+        if lost:
+            raise CheckpointError(
+                f"{lost}: epsilon would be too small. Restore it from a backup, or go on where it "
+                "is now; or start another run, in another directory."
+            )
+        for name, entry in found.items():
+            ended = entry["steps"] if entry["ended"] else 0  # otherwise it could decrease
+            self._known[name] = max(ended, self._known.get(name, 0))
+        return found
+
     def _read_others(self) -> tuple[int, int, bool]:
         """Steps of all other starts, the next start's number, and whether one has this secret."""
-        entries = entries_in(self._directory)
+        entries = self._entries()
         entries.pop(self._file.name, None)
         for name, entry in entries.items():
             for fact in ("plan", "num_examples"):
@@ -307,19 +343,20 @@ class Ledger(Tally):
         )
 
     def _write(self, steps: int, *, ended: bool = False) -> None:
+        self._entries()
         self._entry |= {"steps": self._counted(steps), "ended": ended}
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._file, self._entry)
+        self._known[self._file.name] = self._entry["steps"]
 
-    def _state(self, epsilon: Callable[[int], float]) -> None:
+    def _state(self, epsilon: Callable[[int], float] | None = None) -> None:
         """Writes the statement, and writes it again if another start announced meanwhile."""
-        before, entries = None, entries_in(self._directory)
+        before, entries = None, self._entries()
         while entries and entries != before:
-            figure = epsilon(min(sum(x["steps"] for x in entries.values()), self._plan.steps))
-            before, entries = entries, entries_in(self._directory)
+            said = statement(self._plan, entries, epsilon)
+            before, entries = entries, self._entries()
             if entries == before:  # while epsilon was computed, which takes time
-                write_json(self._directory / PRIVACY, statement(self._plan, entries, figure))
-                entries = entries_in(self._directory)
+                write_json(self._directory / PRIVACY, said)
+                entries = self._entries()
 
 
 def _entry(file: RunPath) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class Loop(Generic[Model]):
                     if tally.released >= self.stop or self.signal.asked_after(tally.taken):
                         break
                     self._announce(epsilons)
+                    if tally.taken == 0:  # an error in it shows before a step is spent
+                        self._evaluation(flat)
                     before_last = flat.step
                     flat = step._next(flat, examples, mask)
                     tally.taken += 1
@@ -93,7 +95,7 @@ class Loop(Generic[Model]):
                     self.is_saved &= self.checkpoints.wait()
                 if jax.process_count() == 1 or sys.exc_info()[0] is None:
                     # Otherwise other hosts may have taken more steps. A signal leaves little time.
-                    tally.end(epsilons.of if self.signal.is_asked else step.plan.epsilon)
+                    tally.end(epsilons.of if self.signal.is_asked else None)
         if self.checkpoints is not None and (self.signal.is_asked or self.signal.asked):
             self._leave(self.checkpoints)
         return state
@@ -108,15 +110,22 @@ class Loop(Generic[Model]):
 
     def _event(self, flat: FlatState[Model], seconds: float, epsilons: EpsilonAhead) -> Event:
         done, epsilon = self.tally.released, None
-        metrics: dict[str, float] = {}
         is_due = done % self.evaluate_every == 0 or done == self.stop
-        if self.evaluate is not None and is_due:
-            state = flat.state
-            model = state.model if state.opt_state.average is None else state.averaged
-            metrics = checked_metrics(self.evaluate(model))
-        if metrics or (self.progress and done % self.show_every == 0):
+        is_shown = done % self.show_every == 0
+        metrics = self._evaluation(flat) if is_due else {}
+        if is_due or is_shown:  # whether or not this host evaluates or shows it
+            self.tally.look()
+        done = self.tally.seen + self.tally.taken
+        if metrics or (self.progress and is_shown):
             epsilon = epsilons.of(done)
         return Event(done, metrics, seconds, epsilon, flat)
+
+    def _evaluation(self, flat: FlatState[Model]) -> dict[str, float]:
+        if self.evaluate is None:
+            return {}
+        state = flat.state
+        model = state.model if state.opt_state.average is None else state.averaged
+        return checked_metrics(self.evaluate(model))
 
     def _save(self, state: TrainState[Model]) -> None:
         """Saves the state, once for each number of steps."""

@@ -74,7 +74,8 @@ def save_model(
         file: ends in `.safetensors`.
         model: any tree; only its arrays are written.
         privacy: the directory of the run that trained the model: the statement counts all steps
-            that its ledger knows of, also while the run continues. Or the plan of a loop of your
+            that its ledger knows of, also while the run continues, and also where copies of a run
+            were put together and took more than the plan's. Or the plan of a loop of your
             own, if all of its steps were taken. None: no statement.
         policy: the policy that the model was trained with.
 
@@ -174,5 +175,4 @@ def _statement(privacy: str | os.PathLike[str] | PrivacyPlan) -> dict[str, Any]:
     if not entries:
         raise CheckpointError(f"{path} holds no ledger of a run. {_ADVICE}")
     plan = PrivacyPlan.from_json(json.dumps(next(iter(entries.values()))["plan"]))
-    steps = sum(entry["steps"] for entry in entries.values())
-    return statement(plan, entries, plan.epsilon(min(steps, plan.steps)))
+    return statement(plan, entries)

@@ -69,6 +69,9 @@ class Trainer(Generic[Model]):
     | Ctrl-C again | the process ends at once, as if it was killed |
     | all steps of the plan are released | the last checkpoint's state is returned |
     | another start is under way in the directory | both count; none goes beyond the plan |
+    | the directory is moved, removed or replaced meanwhile | `CheckpointError`; its block counts |
+    | copies of a run are put together | finished; epsilon is that of all steps of both |
+    | `evaluate` fails on the starting model | its error, before a step is released |
     | a checkpoint cannot be written | a `CheckpointWarning`; the run continues |
     | a checkpoint is damaged | a `CheckpointWarning`, and the one before it is used |
     | the ledger cannot be written | `CheckpointError`; no step is taken |
@@ -94,7 +97,8 @@ class Trainer(Generic[Model]):
         keep: how many checkpoints are kept.
         evaluate: `evaluate(model)` returns numbers by name. It gets the model as it is stored, with
             `ema` the averaged one: cast it to the compute dtype if the policy asks for it, and with
-            sharding rules place data on the mesh by `step.shard_batch`.
+            sharding rules place data on the mesh by `step.shard_batch`. Each start calls it once
+            before its first step, so that an error costs no step; this result is not used.
         evaluate_every: steps between evaluations; by default a twentieth of the plan's. The last
             step is always evaluated.
         callbacks: each is called with a `dp.Trainer.Event` after every step; the run ends where one
@@ -179,7 +183,8 @@ class Trainer(Generic[Model]):
                 or its plan; the directory's run has another plan or data-set size; the checkpoint
                 does not fit the model.
             CheckpointError: no checkpoint in the directory can be read; a file of the ledger is
-                missing or damaged, or cannot be written; another start took the remaining steps.
+                missing or damaged, or cannot be written; the directory was moved or replaced;
+                another start took the remaining steps.
             DataError: a source fails.
             SystemExit: after SIGTERM, with status 143, or 1 if the state could not be saved.
             KeyboardInterrupt: after Ctrl-C.
@@ -196,8 +201,8 @@ class Trainer(Generic[Model]):
                 state = step._begun(step._recipe.made(first), 0, secret)
                 batches = self._batches.drawn_by(step._sampler_of(secret), stop)
                 return self._loop(stop, Tally(), None, signal).run(state, batches)
-            ledger = Ledger(directory, step)
             with closing(Checkpoints(directory, self._keep)) as checkpoints:
+                ledger = Ledger(directory, step)
                 state, secret = self._begun(first, ledger, checkpoints)
                 del first
                 if is_first_host():
@@ -205,9 +210,9 @@ class Trainer(Generic[Model]):
                         write_json(directory / CHECKS, checks)
                 left = stop - ledger.released
                 if left <= 0:
-                    ledger.restate(step.plan.epsilon)
+                    ledger.end()  # a process that was killed may have left an old statement
                     if is_first_host():
-                        done = f"{min(ledger.released, stop)} of {stop} steps, in {directory}"
+                        done = f"{ledger.released} of {stop} steps, in {directory}"
                         finished = (
                             f"this run is finished: {done}. Its last checkpoint is returned; "
                             "the model, the loss and the data that are given now are not used."

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from safetensors import safe_open
 
 import eqx_dp as dp
 
@@ -92,6 +93,12 @@ def entries(directory):
 
 def stated(directory):
     return json.loads((directory / "privacy.json").read_text())
+
+
+def stated_in(file):
+    """The statement in a file of `save_model`."""
+    with safe_open(file, "numpy") as opened:
+        return json.loads(opened.metadata()["privacy"])
 
 
 def released(directory):

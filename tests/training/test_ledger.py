@@ -1,7 +1,9 @@
 """The ledger counts every step that may have been released, whatever happens to a directory."""
 
 import contextlib
+import dataclasses
 import json
+import os
 import re
 import secrets
 import shutil
@@ -13,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors import safe_open
 
 import eqx_dp as dp
 from eqx_dp.privacy import monte_carlo
+from eqx_dp.report import page_of
+from eqx_dp.report.run import read_run
 from eqx_dp.training import CheckpointWarning
 from tests.tiers import curated
 from tests.training import runs, store
@@ -156,6 +159,13 @@ def test_an_orderly_end_counts_exactly(ends, tmp_path):
     assert goes_on(run) == 7
 
 
+def test_an_error_in_evaluate_costs_no_step(copy, tmp_path):
+    for directory, left in ((tmp_path / "new", 10), (copy, 4)):
+        with pytest.raises(ZeroDivisionError):
+            runs.trainer(directory, STEP, evaluate=lambda model: 1 / 0).run(small_model())
+        assert goes_on(directory) == left
+
+
 def test_a_run_without_steps_left_returns_what_was_saved(copy, capsys):
     """And says that it does not use the model and the data that it gets."""
     with pytest.warns(CheckpointWarning, match="finished: 6 of 6 steps"):
@@ -289,6 +299,94 @@ def test_two_seeded_starts_at_once_are_refused(tmp_path, monkeypatch, recording)
     assert len(recording.noises) == recording.taken == released(bucket.at(url)) == 1
 
 
+def test_events_count_the_steps_of_a_start_beside_this_one(tmp_path):
+    """Epsilon in an event, and in its line of metrics, is never below that of all steps so far."""
+    seen = []
+
+    def listen(event):
+        seen.append((event.step, event.epsilon))
+        if event.step == 2:
+            assert goes_on(tmp_path) == 6  # all that this start has not announced
+
+    options = {"evaluate": lambda model: {"one": 1.0}, "evaluate_every": 1, "save_every": 4}
+    runs.trainer(tmp_path, STEP, callbacks=[listen], **options).run(small_model(), steps=4)
+    assert seen == [(step, PLAN.epsilon(step)) for step in (1, 2, 9, 10)]
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [(line["step"], line["epsilon"]) for line in lines] == seen
+
+
+# A directory that changes while a start runs.
+
+MOVES = {
+    "moved": lambda run: run.rename(run.with_name("moved")),
+    "replaced by a copy": lambda run: shutil.copytree(run.rename(run.with_name("moved")), run),
+    "ledger moved": lambda run: os.renames(run / "ledger", run.with_name("moved") / "ledger"),
+    "own file gone": lambda run: of_start(run, 2).unlink(),
+    "another file gone": lambda run: of_start(run, 1).unlink(),
+}
+
+
+@pytest.mark.parametrize("when", [7, 8])  # before an event with epsilon, before a checkpoint
+@pytest.mark.parametrize("name", MOVES)
+def test_a_start_ends_when_its_directory_is_another(name, when, begun, copy):
+    """It takes no step that its own ledger does not count, and makes no folder again."""
+
+    def move(event):
+        if event.step == when:
+            MOVES[name](copy)
+
+    with pytest.raises(dp.CheckpointError, match=r"moved, removed or replaced|json is missing"):
+        runs.trainer(copy, STEP, callbacks=[move]).run(small_model())
+    assert (copy / "ledger" * (name != "moved")).exists() == ("moved" not in name)
+    folder = copy.with_name("moved") if copy.with_name("moved").exists() else copy
+    shutil.copytree(begun / "ledger", folder / "ledger", dirs_exist_ok=True)  # a backup
+    assert goes_on(folder) == 2  # the other two were announced, and taken
+    assert released(folder) == 10
+
+
+# More steps than the plan has.
+
+
+def stated_by_readers(directory):
+    """Steps and epsilon, by `save_model` and by the report."""
+    file, found = directory / "m.safetensors", read_run(directory)
+    dp.save_model(file, small_model(), privacy=directory)
+    said = runs.stated_in(file)
+    assert (said["steps_released"], float(said["epsilon"])) == (found.released, found.epsilon)
+    assert "no promise" in page_of(directory) or f"of {found.released} steps" in page_of(directory)
+    return found.released, found.epsilon
+
+
+def test_copies_put_together_state_epsilon_of_all_their_steps(copy, tmp_path):
+    other = shutil.copytree(copy, tmp_path / "other")
+    assert goes_on(copy) == goes_on(other) == 4
+    shutil.copytree(other / "ledger", copy / "ledger", dirs_exist_ok=True)
+    with pytest.warns(CheckpointWarning, match="finished: 14 of 10 steps"):
+        assert goes_on(copy) == 0
+    found, truth = stated_by_readers(copy), dataclasses.replace(PLAN, steps=14).epsilon()
+    assert found == (14, stated(copy)["epsilon"])
+    # More than what finite precision adds to epsilon: delta is charged as well.
+    assert PLAN.epsilon() < truth < found[1] - 5.2e-5 <= 1.01 * truth
+
+
+SUMS = [
+    (dp.sampling.CyclicPoisson(0.5, 4), 8, 16),
+    (dp.sampling.BallsInBins(4), 2, None),  # it accounts for one start alone
+    (dp.sampling.Poisson(0.5), 2**60, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "steps", "longer"), SUMS)
+def test_a_sum_is_accounted_for_or_has_no_promise(kind, steps, longer, copy):
+    plan = dp.PrivacyPlan(steps=8, noise_multiplier=2.0, delta=0.01, sampling=kind)
+    for start in (0, 1):
+        rewritten(of_start(copy, start), plan=json.loads(plan.to_json()), steps=steps)
+    truth = dataclasses.replace(plan, steps=longer).epsilon() if longer else np.inf
+    found = stated_by_readers(copy)
+    assert found[0] == 2 * steps
+    assert truth <= found[1] <= 1.02 * truth
+
+
 # Damage.
 
 
@@ -310,8 +408,9 @@ def of_start(directory, number):
 
 LEDGERS = {
     "missing": (Path.unlink, "is missing"),
+    "all missing": (lambda file: shutil.rmtree(file.parent), "is missing"),
     "empty": (lambda file: file.write_text(""), "cannot be used"),
-    "fewer steps": (edited(steps=3), "says 3 steps, and a checkpoint knows of 4"),
+    "fewer steps": (edited(steps=3), "says 3 steps, and 4 steps of that start are known"),
     "negative": (edited(steps=-4), "'steps' is missing, or wrong"),
     "a truth": (edited(steps=True), "'steps' is missing, or wrong"),
     "no plan": (lambda file: rewritten(file, without="plan"), "'plan' is missing"),
@@ -328,17 +427,11 @@ def test_a_ledger_that_is_damaged_is_refused_by_name(name, copy):
     damage(file)
     with pytest.raises(dp.CheckpointError, match=message) as caught:
         goes_on(copy)
-    file = file.parent if "disagree" in message else file
+    file = file.parent if "disagree" in message or name == "all missing" else file
     assert str(file) in str(caught.value)
-    if name not in ("missing", "fewer steps"):  # which a checkpoint alone can tell
+    if name not in ("missing", "all missing", "fewer steps"):  # which a checkpoint alone can tell
         with pytest.raises(dp.CheckpointError, match=re.escape(str(file))):
             dp.save_model(copy / "m.safetensors", small_model(), privacy=copy)
-
-
-def test_a_ledger_that_is_gone_is_refused(copy):
-    shutil.rmtree(copy / "ledger")
-    with pytest.raises(dp.CheckpointError, match=r"\.json is missing, and a checkpoint knows of"):
-        goes_on(copy)
 
 
 def test_a_ledger_that_says_more_counts(copy):
@@ -408,8 +501,7 @@ def test_a_statement_names_the_policy_of_the_newest_start(tmp_path):
     for steps, policy in ((2, None), (4, None), (6, dp.load_policy("mixed_bfloat16"))):
         runs.trainer(tmp_path, make(policy=policy)).run(small_model(), steps=steps)
     dp.save_model(tmp_path / "m.safetensors", small_model(), privacy=tmp_path)
-    with safe_open(tmp_path / "m.safetensors", "numpy") as file:
-        found = json.loads(file.metadata()["privacy"])
+    found = runs.stated_in(tmp_path / "m.safetensors")
     assert "bfloat16" in found["policy"]
     assert found["policy"] == stated(tmp_path)["policy"]
 
