@@ -337,7 +337,7 @@ def test_a_start_ends_when_its_directory_is_another(name, when, begun, copy):
 
     with pytest.raises(dp.CheckpointError, match=r"moved, removed or replaced|json is missing"):
         runs.trainer(copy, STEP, callbacks=[move]).run(small_model())
-    assert (copy / "ledger" * (name != "moved")).exists() == ("moved" not in name)
+    assert (copy / ("ledger" * (name != "moved"))).exists() == ("moved" not in name)
     folder = copy.with_name("moved") if copy.with_name("moved").exists() else copy
     shutil.copytree(begun / "ledger", folder / "ledger", dirs_exist_ok=True)  # a backup
     assert goes_on(folder) == 2  # the other two were announced, and taken
