@@ -10,26 +10,26 @@ whose gradient takes no more memory than the vectors that the backward pass hold
 
 `auto` is a formula of shapes, platform, memory and the sampling probability, never of data. It
 takes book-keeping, or ghost if one example would need too much memory. Where no microbatch size is
-given, any method takes the one of least expected work of those that fit,
+given, any method takes the one of least expected work of those that fit in memory,
 
-    work = examples x (3 F + N + move x M) + microbatches x (move x 6 D + kernels x start).
+    work = examples x (3 F + N + move x M) + microbatches x (move x (6 D + 4 S) + kernels x start).
 
 F are the operations of the loss's contractions (4 F for ghost, with two passes back), N those of
 the norms, M the numbers that are moved for norms and sums (`LeafCost`), D the trained entries that
 the loss uses. A microbatch reads the parameters twice, writes its sums, and adds them to the
-totals.
+totals. S are the numbers that a microbatch holds beyond a core's share of the cache.
 
 | | CPU | others |
 |---|---|---|
 | `move`: one number | 16 | 64: 16 operations a byte |
 | `start`: one kernel | 1e5 | 1e8: 2 us at 50e12 operations a second |
 | one example at once | 1.25 times the operations | no more |
-| memory for a microbatch | 16 MiB less the sums, or two examples | 0.4 of the device's |
+| cache | 16 MiB | none |
+| memory for a microbatch | 0.4 of the host's | 0.4 of the device's |
 
-The figures of the CPU are measured on two cores with 1 MiB of second-level cache each: formed
-gradients are written and read twice, and beyond a few MiB an example takes up to twice as long
-(weight norm CNN, flow, vision transformer), while models whose leaves are factored do not care
-(CNN, MLP). Those of others are data sheets'; nothing of them was measured.
+The figures of the CPU are measured on two cores with 1 MiB of second-level cache each, for MLPs of
+1 to 100 million parameters and the models of `tests.benchmarks`. Those of others are data sheets';
+nothing of them was measured.
 """
 
 import math
@@ -41,6 +41,7 @@ import jax
 from ..device import device_memory, is_cpu
 from ..privacy import SampleSize
 from . import lookup
+from .blocks import BLOCK
 from .uses import Member, ParamUse, Uses, overlaps
 
 Way: TypeAlias = Literal["factored", "formed", "unused"]
@@ -172,12 +173,11 @@ def _bytes(shapes: object) -> int:
     )
 
 
-_CPU_SHARE = 16 * 2**20
+# What a microbatch holds on a CPU beyond so many bytes is written to memory and read again: so many
+# numbers moved for each.
+_CACHED, _MOVED_BY_SPILLING = 16 * 2**20, 4
 # How many times as long as in a larger microbatch an example takes on a CPU that is alone in one.
 _ALONE = 1.25
-# Sums of more examples at once round so coarsely that gradients are clipped 1 % more and beyond
-# (`Prepared.drift`).
-_MOST = 192
 # The share of memory that per-example data may take.
 _MEMORY_SHARE = 0.4
 # Numbers moved for an entry and a microbatch. Measured on two CPU cores: 3 (CNN) to 8 (MLP).
@@ -262,7 +262,7 @@ def choose(
         flops, held = 4 / 3 * flops, max(1, activations, formed)
     its = _Method(costs[chosen], sizes, flops, held)
     if microbatch_size is None:
-        microbatch_size = _best_size(its, batch, _fitting(its, batch.slots, memory))
+        microbatch_size = _best_size(its, batch, _fitting(held, batch.slots, memory))
     return Choice(chosen, microbatch_size, reason, held, batch)
 
 
@@ -289,7 +289,9 @@ class _Method(NamedTuple):
         leaves = zip(self.costs, self.sizes, strict=True)
         used = [entries for cost, entries in leaves if cost.way != "unused"]
         starting = _KERNELS * len(used) * (1e5 if is_cpu() else 1e8)
-        of_pass = size * of_one + move() * _MOVED_BY_A_PASS * sum(used) + starting
+        spilled = max(0, size * self.held - _CACHED) / 4 if is_cpu() else 0
+        moved = _MOVED_BY_A_PASS * sum(used) + _MOVED_BY_SPILLING * spilled
+        of_pass = size * of_one + move() * moved + starting
         return of_pass * batch.microbatches(size)
 
 
@@ -301,20 +303,15 @@ def _best_size(method: _Method, batch: DeviceBatch, most: int) -> int | None:
 
 
 def _sizes(most: int, slots: int) -> Iterator[int]:
-    """Sizes to choose from: few, multiples of 8, even parts of the batch, and most."""
+    """Sizes to choose from: few, multiples of 8 or of a block, even parts of the batch, and most."""
     yield from (2**i for i in range(int(math.log2(_ALIGNED))) if 2**i <= most)
-    yield from range(_ALIGNED, most + 1, _ALIGNED)
-    yield from (n for n in range(2, most + 1, 2) if slots % n == 0)
+    yield from range(_ALIGNED, min(most, BLOCK) + 1, _ALIGNED)
+    yield from range(2 * BLOCK, most + 1, BLOCK)
+    yield from (n for n in range(2, min(most, 2 * BLOCK) + 1, 2) if slots % n == 0)
     if most > 0:
         yield most
 
 
-def _fitting(method: _Method, slots: int, memory: int | None) -> int:
-    """The largest microbatch whose parts fit."""
-    held = method.held
-    available = held * slots if memory is None else int(_MEMORY_SHARE * memory)
-    if is_cpu():
-        available = min(available, max(_CPU_SHARE - 4 * sum(method.sizes), 2 * held))
-    if held * slots <= available and slots <= _MOST:
-        return slots
-    return min(_MOST, 2 ** int(math.log2(max(1, available // held))))
+def _fitting(held: int, slots: int, memory: int | None) -> int:
+    """The largest microbatch that fits in memory."""
+    return slots if memory is None else min(slots, max(1, int(_MEMORY_SHARE * memory) // held))

@@ -23,6 +23,7 @@ from ..isolation import of_one
 from ..precision import stage
 from ..sharding import evaluated_whole
 from . import lookup
+from .blocks import in_blocks
 from .gram import (
     OneHot,
     OuterProducts,
@@ -100,13 +101,18 @@ def summed(
     form: LeafForm, held: Any, factors: Float[Array, "batch"], contributes: Bool[Array, " batch"]
 ) -> Array:
     """The weighted sum."""
-    sums: list[Array] = []
-    for members, (products, powers) in zip(_sets(form), held, strict=True):
-        weights = _times(factors, powers)
-        for (index, _), (x, g) in zip(members, products, strict=True):
-            use = form.uses[index]
-            sums.append(use.to_parameter(weighted(use, x, g, weights, contributes)))
-    return functools.reduce(jnp.add, sums)
+
+    def of_block(operands: Any) -> Array:
+        held, factors, contributes = operands
+        sums: list[Array] = []
+        for members, (products, powers) in zip(_sets(form), held, strict=True):
+            weights = _times(factors, powers)
+            for (index, _), (x, g) in zip(members, products, strict=True):
+                use = form.uses[index]
+                sums.append(use.to_parameter(weighted(use, x, g, weights, contributes)))
+        return functools.reduce(jnp.add, sums)
+
+    return in_blocks(of_block, (held, factors, contributes), form.dtype)
 
 
 def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:

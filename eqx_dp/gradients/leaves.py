@@ -18,6 +18,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Inexact
 
+from .blocks import in_blocks
 from .norms import PRECISION, combined_norms, norm_error, norms_of_parts
 
 Known: TypeAlias = tuple[Float[Array, " batch"], Float[Array, " batch"]]
@@ -93,7 +94,7 @@ def weighted_sum(
 
     A few large gradients are added one by one, which the compiler fuses into one pass; others as a
     contraction at the highest precision, so that no accelerator rounds its inputs to a narrower
-    format. The contraction needs a second copy of all gradients.
+    format, in blocks. The contraction needs a second copy of all gradients.
     """
     batch, dtype = leaf.shape[0], factors.dtype
     if 0 < batch <= few(math.prod(leaf.shape[1:])):
@@ -101,10 +102,15 @@ def weighted_sum(
             jnp.where(contributes[i], leaf[i].astype(dtype) * factors[i], 0) for i in range(batch)
         ]
         return functools.reduce(jnp.add, weighted)
-    mask = contributes.reshape(-1, *[1] * (leaf.ndim - 1))
-    selected = jnp.where(mask, leaf.astype(dtype), 0)
-    factors = jnp.where(contributes, factors, 0)
-    return jnp.tensordot(factors, selected, axes=1, precision=PRECISION)
+
+    def contracted(operands: tuple[Array, Array, Array]) -> Array:
+        leaf, factors, contributes = operands
+        mask = contributes.reshape(-1, *[1] * (leaf.ndim - 1))
+        selected = jnp.where(mask, leaf.astype(dtype), 0)
+        factors = jnp.where(contributes, factors, 0)
+        return jnp.tensordot(factors, selected, axes=1, precision=PRECISION)
+
+    return in_blocks(contracted, (leaf, factors, contributes), dtype)
 
 
 def few(size: int) -> int:

@@ -1,9 +1,6 @@
 """A batch processed a microbatch at a time, its results put together again.
 
-The sum over microbatches is kept in float64, or in two floats where the machine has none. So it
-hardly depends on where microbatches begin: when one example leaves a batch, others may change
-slots. `Prepared.drift` bounds what rounding may still move. `privacy/finite_precision.md` has the
-proof.
+`blocks.py` says how their sums are added up.
 """
 
 from collections.abc import Callable
@@ -14,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ..precision import stage
-from .norms import has_wide
+from .blocks import added, nothing
 
 _Sums = TypeVar("_Sums")
 _PerExample = TypeVar("_PerExample")
@@ -33,8 +30,8 @@ def over_microbatches(
     Real examples are dealt into the first microbatches, and only the microbatches that hold one are
     computed. The slots left over in the last of them hold a copy of the first real example: what
     they add is selected away, but a loss may stop the run (`equinox.error_if`), loop for long, or
-    meet numbers that are not finite, on whatever data a slot holds. On a copy of a real example it
-    does nothing that it does not do anyway.
+    meet numbers that are not finite, on whatever data a slot holds. A copy of a real example
+    triggers nothing that the example itself does not.
 
     Args:
         step: from a microbatch and its padding mask to `(sums, per_example)`: trees of arrays, of
@@ -75,7 +72,7 @@ def over_microbatches(
     step = jax.jit(step, inline=True)  # traced once, for shapes and for the loop
     shapes = jax.eval_shape(step, [x[:size] for x in examples], jnp.zeros(size, bool))
     sums, of_one = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    totals = jax.tree.map(_nothing, sums)
+    totals = jax.tree.map(lambda x: nothing(x, count, num_examples), sums)
     slots = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), of_one)
 
     def body(index: Any, found: tuple[Any, _PerExample]) -> tuple[Any, _PerExample]:
@@ -89,7 +86,7 @@ def over_microbatches(
             chosen = [_zero_unless(num_real > 0, x) for x in chosen]
         sums, values = step(chosen, is_padding)
         with stage("microbatches"):
-            totals = jax.tree.map(lambda x, total: _added(total, x), sums, totals)
+            totals = jax.tree.map(lambda x, so_far: added(so_far, x, count), sums, totals)
         blank = jax.tree.map(lambda x: _blank_where(is_padding, x), values)
         return totals, jax.tree.map(lambda x, its: x.at[index].set(its), slots, blank)
 
@@ -99,30 +96,6 @@ def over_microbatches(
     as_given = slice(num_examples) if order is None else jnp.argsort(order)
     totals = jax.tree.map(lambda x, total: total[0].astype(x.dtype), sums, totals)
     return totals, jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[as_given], slots)
-
-
-def _nothing(zero: Array) -> tuple[Array, ...]:
-    """An empty sum: one float64, which costs one pass over memory; otherwise two floats."""
-    if not (jnp.issubdtype(zero.dtype, jnp.floating) and has_wide(zero.dtype)):
-        return zero, zero
-    with jax.enable_x64(True):
-        return (zero.astype(jnp.float64),)
-
-
-def _added(so_far: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
-    """A sum and one more number; in two floats by TwoSum (Knuth), then FastTwoSum (Dekker).
-
-    Of two floats the first is the whole sum, rounded once.
-    """
-    if len(so_far) == 1:
-        with jax.enable_x64(True):
-            return (so_far[0] + x.astype(jnp.float64),)
-    high, low = so_far
-    total = high + x
-    of_x = total - high
-    low = low + ((high - (total - of_x)) + (x - of_x))
-    high = total + low
-    return high, low - (high - total)
 
 
 def _of_no_examples(
