@@ -22,7 +22,7 @@ BLOCK = 128
 pass more often over sums of the size of the parameters."""
 
 # The largest share of a clip norm that plain additions may move a sum by.
-_PLAIN = 1e-3
+_PLAIN = 2.5e-4
 
 Total: TypeAlias = tuple[Array, ...]
 """A sum: one float, of the dtype of its terms or of float64; or two, where there is no float64."""
@@ -44,8 +44,10 @@ def in_blocks(
     if batch <= BLOCK:
         return function(operands)
 
-    def of_block(start: Any, length: int = BLOCK) -> Array:
-        taken = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length)
+    def of_block(start: Any, length: int) -> Array:
+        taken = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length
+        )
         return function(jax.tree.map(taken, operands))
 
     first, count = batch % BLOCK or BLOCK, -(-batch // BLOCK)
@@ -53,11 +55,25 @@ def in_blocks(
     total = added(nothing(one, count, batch), one)
     # In a loop: unrolled, all sums are in memory at once, which takes half as long again.
     return jax.lax.fori_loop(
-        1, count, lambda i, total: added(total, of_block(first + (i - 1) * BLOCK)), total
+        1, count, lambda i, total: added(total, of_block(first + (i - 1) * BLOCK, BLOCK)), total
     )[0].astype(dtype)
 
 
-def is_plain(terms: int, num_examples: int, dtype: Any) -> bool:
+def added_roundoff(terms: int, num_examples: int, dtype: Any) -> float:
+    """How far rounding moves a sum of terms at most, in units of what all examples add at most.
+
+    Args:
+        terms: their number.
+        num_examples: how many examples they are sums over, together.
+        dtype: of the terms, and of the sum.
+    """
+    u = unit_roundoff(dtype)
+    if terms == 1:
+        return 0.0
+    return (terms - 1) * u if _is_plain(terms, num_examples, dtype) else u + 3 * terms * u**2
+
+
+def _is_plain(terms: int, num_examples: int, dtype: Any) -> bool:
     """Whether so many terms are added in their own dtype: that costs little of the clip norm."""
     return 2 * terms * num_examples * unit_roundoff(dtype) <= _PLAIN
 
@@ -65,7 +81,7 @@ def is_plain(terms: int, num_examples: int, dtype: Any) -> bool:
 def nothing(zero: Array, terms: int, num_examples: int) -> Total:
     """An empty sum, in which so many terms will be added that are sums over so many examples."""
     zero = jnp.zeros_like(zero)
-    if is_plain(terms, num_examples, zero.dtype):
+    if _is_plain(terms, num_examples, zero.dtype):
         return (zero,)
     if not has_wide(zero.dtype):
         return zero, zero

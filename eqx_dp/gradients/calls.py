@@ -29,6 +29,7 @@ from ..sharding import (
 from ..shown import shapes
 from ..trees import PyTree
 from .arguments import Configuration, Examples
+from .blocks import BLOCK, added_roundoff
 from .choice import Choice, LeafCost
 from .clip import ClippedSum, TracedLoss
 from .microbatches import over_microbatches
@@ -202,15 +203,20 @@ class Prepared(NamedTuple):
         dtype, size, devices = self.traced.accumulate_dtype, self.at_once, self.num_shards
         if size == 0 or jnp.finfo(dtype).nmant < 23:
             return 0.0
-        u, count = unit_roundoff(dtype), -(-self.of_device // size)
+        u, count, block = unit_roundoff(dtype), -(-self.of_device // size), min(size, BLOCK)
+        # On each host one example takes the place of another, which becomes the last: of blocks and
+        # of microbatches at most two hold other examples.
+        moves = 2 * jax.process_count()
+        blocks = min(moves, count * devices * -(-size // block))
         # Devices whose sums are added up in every microbatch.
         together = devices if self.specs is not None and any(self.specs.cuts) else 1
-        # On each host one example takes the place of another, which becomes the last.
-        changed = min(2 * jax.process_count(), count * devices // together) * size * together
-        in_microbatches = changed * (size * product_roundoff(dtype) + (together - 2) * u)
-        to_one_float = 0 if count == 1 else 1 + 3 * count * u
-        roundings = to_one_float + (1 if self.is_wide else devices - 1) + 4 * is_divided
-        return 2.002 * (in_microbatches + self.of_device * devices * roundings * u)
+        microbatches = min(moves, count * devices // together)
+        of_blocks = added_roundoff(-(-size // block), size, dtype) + (together - 1) * u
+        off = blocks * block * (block - 1) * product_roundoff(dtype)
+        off += microbatches * together * size * of_blocks
+        across = (1 if self.is_wide else devices - 1) + 4 * is_divided
+        in_all = added_roundoff(count, self.of_device, dtype) + across * u
+        return 2.002 * (off + self.of_device * devices * in_all)
 
 
 def specs_of(

@@ -25,7 +25,7 @@ totals. S are the numbers that a microbatch holds beyond a core's share of the c
 | `start`: one kernel | 1e5 | 1e8: 2 us at 50e12 operations a second |
 | one example at once | 1.25 times the operations | no more |
 | cache | 16 MiB | none |
-| memory for a microbatch | 0.4 of the host's | 0.4 of the device's |
+| memory for a microbatch | 256 MiB, or two examples | 0.4 of the device's |
 
 The figures of the CPU are measured on two cores with 1 MiB of second-level cache each, for MLPs of
 1 to 100 million parameters and the models of `tests.benchmarks`. Those of others are data sheets';
@@ -176,6 +176,9 @@ def _bytes(shapes: object) -> int:
 # What a microbatch holds on a CPU beyond so many bytes is written to memory and read again: so many
 # numbers moved for each.
 _CACHED, _MOVED_BY_SPILLING = 16 * 2**20, 4
+# More memory, or more than two examples need, costs the system as much time as the work: 64 formed
+# gradients of 32 MiB took twice as long at once as 8 at a time.
+_MOST_ON_CPU = 256 * 2**20
 # How many times as long as in a larger microbatch an example takes on a CPU that is alone in one.
 _ALONE = 1.25
 # The share of memory that per-example data may take.
@@ -314,4 +317,7 @@ def _sizes(most: int, slots: int) -> Iterator[int]:
 
 def _fitting(held: int, slots: int, memory: int | None) -> int:
     """The largest microbatch that fits in memory."""
-    return slots if memory is None else min(slots, max(1, int(_MEMORY_SHARE * memory) // held))
+    available = held * slots if memory is None else int(_MEMORY_SHARE * memory)
+    if is_cpu():
+        available = min(available, max(_MOST_ON_CPU, 2 * held))
+    return min(slots, max(1, available // held))

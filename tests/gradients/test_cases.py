@@ -6,6 +6,7 @@ ordinary examples, one of zeros, one that is not finite, and padding.
 
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,7 +19,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 import eqx_dp as dp
+from eqx_dp.gradients.blocks import BLOCK
 from tests import models, oracle
+from tests.gradients import jitted
 from tests.gradients.cases import branches, layers, networks, uses, weights
 from tests.gradients.cases import models as whole
 from tests.gradients.cases.tables import Table, joined, of_leaf
@@ -171,6 +174,20 @@ def test_in_microbatches(name, method):
 @pytest.mark.parametrize("name", CURATED)
 def test_all_at_once(name):
     check(known(name), "book_keeping")
+
+
+@pytest.mark.parametrize(("name", "method"), by_method(CURATED, book_keeping=("lookups",)))
+def test_sums_in_blocks(name, method):
+    """More examples at once than one contraction adds up."""
+    case = joined(TABLES[name])
+    batch = case.batch(2 * BLOCK + 3)
+    whole, in_parts = (
+        jitted.grad(case.loss, l2_clip_norm=math.inf, method=method, microbatch_size=size)(
+            case.model, *batch
+        )
+        for size in (None, BLOCK - 1)
+    )
+    assert oracle.relative_error(whole, in_parts) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", [*uses.FACTORED, *uses.FORMED])

@@ -75,10 +75,11 @@ def test_a_sum_over_microbatches_is_rounded_once(size):
 @pytest.mark.parametrize(
     ("num", "size", "options", "rho"),
     [
-        (64, 8, {}, 2.10e-5),
+        (64, 8, {}, 6.68e-5),
+        (8192, 1024, {}, 5.11e-3),
         (4096, 128, {}, 4.37e-3),
         (65_536, 64, {}, 8.78e-3),
-        (65_536, 1024, {}, 0.258),
+        (65_536, 1024, {}, 1.19e-2),
         pytest.param(4096, 128, {"normalize_by": 3.0}, 6.32e-3, marks=pytest.mark.slow),
         (4608, 64, {"sharding": 8}, 5.36e-3),
     ],
@@ -88,10 +89,13 @@ def test_clip_norms_leave_room_for_what_rounding_moves(num, size, options, rho):
     if "sharding" in options:
         options = {"sharding": dp.ShardingRules(mesh_of("auto", data=8), examples=("data",))}
     values = np.where(np.arange(num) == 3, 1e3, 0)
-    adds = clipped_sum(values, size, **options) * options.get("normalize_by", 1)
+    divided = options.get("normalize_by", 1)
+    adds = clipped_sum(values, size, **options) * divided
     assert 1 / adds - 1 == pytest.approx(rho, rel=0.02, abs=3e-6)
+    # Nor does the microbatch matter much for examples that add up.
+    assert clipped_sum(np.full(num, 5.0), size, **options) > 0.985 * num / divided
     # In float64 there is nothing to leave room for.
     with jax.enable_x64(True):
         wide = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=size)
         adds = wide(jnp.zeros(1, jnp.float64), values[:, None])[0]
-    assert 1 - 1e-8 < float(adds) <= 1
+    assert 1 - 2e-8 < float(adds) <= 1
