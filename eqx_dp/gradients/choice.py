@@ -306,7 +306,7 @@ def _best_size(method: _Method, batch: DeviceBatch, most: int) -> int | None:
 
 
 def _sizes(most: int, slots: int) -> Iterator[int]:
-    """Sizes to choose from: few, multiples of 8 or of a block, even parts of the batch, and most."""
+    """Sizes to choose from: few, multiples of 8 or of a block, even parts of the batch, most."""
     yield from (2**i for i in range(int(math.log2(_ALIGNED))) if 2**i <= most)
     yield from range(_ALIGNED, min(most, BLOCK) + 1, _ALIGNED)
     yield from range(2 * BLOCK, most + 1, BLOCK)

@@ -43,6 +43,7 @@ class Part(NamedTuple):
 TITLES = {
     "clipped_gradients": "Clipped gradients",
     "clients": "Models that others wrote",
+    "sizes": "Large models",
     "step": "Whole private steps",
     "training": "A trainer beside a bare loop",
     "noise": "Noise",

@@ -257,6 +257,7 @@ def gpt_lora(
 
 ROWS: dict[str, Callable[..., Row]] = {
     "mlp": mlp,
+    "mlp_8M": functools.partial(mlp, width=1870),
     "cnn": cnn,
     "gpt_small": functools.partial(gpt, batch=32, length=64, width=128, depth=2),
     "gpt": gpt,

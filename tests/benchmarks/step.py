@@ -44,10 +44,16 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "mlp": (64, 256, 1024),
     "cnn": (64, 256, 1024),
     "gpt_small": (32, 64),
+    "mlp_8M": (64,),
     "gpt_stacked": (64,),
     "gpt_lora": (64,),
 }
-SHORT: dict[str, tuple[int, ...]] = {"mlp": (64, 256), "cnn": (64, 256), "gpt_small": (64,)}
+SHORT: dict[str, tuple[int, ...]] = {
+    "mlp": (64, 256),
+    "mlp_8M": (64,),
+    "cnn": (64, 256),
+    "gpt_small": (64,),
+}
 _WINDOWS = 20  # of as many batches as are asked for, to choose from
 _OF_JAX_PRIVACY = (1, 2, 4, 8, 16, 32, 64)
 _OF_OPACUS: dict[str, tuple[int | None, ...]] = {"hooks": (8, 32, 64), "ghost": (None, 32)}

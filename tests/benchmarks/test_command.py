@@ -50,6 +50,13 @@ def test_clipped_gradients(name: str, row: str, results: Path):
 
 
 @pytest.mark.slow
+def test_sizes(results: Path):
+    (line,) = lines_of(results, "sizes", "--rows", "bag_1M")
+    assert is_ratio(line["auto / non-private"])
+    assert is_ratio(line["jax_privacy / auto"])
+
+
+@pytest.mark.slow
 def test_step(results: Path):
     (line,) = lines_of(results, "step", "--rows", "mlp", "--batches", "2")
     parts = [float(line[x]) for x in ("gradient", "padding", "noise", "optimizer", "rest")]
