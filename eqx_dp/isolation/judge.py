@@ -20,6 +20,7 @@ from ..programs import (
     settled,
 )
 from .facts import OWN, SHARED, SUM, Fact, Meeting, joined
+from .mapping import may_unmap, stay_mapped
 from .primitives import HOLDING, REDUCTIONS, REFERENCES, STATEFUL, is_engines, keeps_apart
 from .steering import is_steering, stops
 
@@ -30,11 +31,12 @@ class Judge:
 
     Guarantee: if a result is `OWN`, its entry for an example in the program that `vmap` makes does
         not depend on the other examples: the program holds only primitives that are known to keep
-        examples apart, mapped by JAX's own batching rules.
+        examples apart, mapped by JAX's own batching rules, which leave no such value unmapped.
 
     | what may depend on other examples | is |
     |---|---|
     | the result of a primitive that is not known to keep examples apart | a meeting |
+    | a result of one example that the batching rule of its primitive leaves unmapped | a meeting |
     | every value that depends on a meeting, also by a choice | the same meeting |
     | the conditions of loops of Equinox and its family | nothing: see `steering` |
     | whether Equinox's `error_if` stops the run | nothing: there is no result then |
@@ -83,7 +85,10 @@ class Judge:
         if name in REDUCTIONS and not is_settled and self.trusts and is_steering(equation):
             return [SHARED] * count
         is_kept = is_settled or keeps_apart(equation, self.bound)
-        return [fact if is_kept else Meeting(equation)] * count
+        is_asked = is_kept and fact == OWN and may_unmap(equation)
+        is_own = [its == OWN for its in inputs]
+        mapped = stay_mapped(equation, is_own) if is_asked else [is_kept] * count
+        return [fact if its else Meeting(equation) for its in mapped]
 
     def _inside(self, equation: jex_core.JaxprEqn, inputs: list[Fact]) -> list[Fact] | None:
         """The facts about results of an equation with programs; None for any other."""

@@ -1,7 +1,8 @@
 """Which primitives keep examples apart once `vmap` has mapped them.
 
 JAX's own batching rules are trusted: they give each example the result that it would get alone. A
-primitive that is not in the lists below, or whose rule mixes examples, is refused.
+primitive that is not in the lists below, or whose rule mixes examples, is refused. A test goes over
+every accepted one: no example changes another, bit for bit, and its own results stay mapped.
 """
 
 import weakref
@@ -12,23 +13,30 @@ from typing import Any, TypeVar
 import jax.extend.core as jex_core
 from jax.extend.core import primitives as jax_primitives
 
+from ..programs import OF_LAX, named
+
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
-REFERENCES = frozenset({"addupdate", "freeze", "get", "new_ref", "swap"})
+REFERENCES = named("addupdate freeze get new_ref swap")
 """They read or write a mutable array, which outlives the example."""
 
-STATEFUL = frozenset({"io_callback"})
+STATEFUL = named("io_callback")
 """A function on the host that may remember what it is given."""
 
-CALLBACKS = frozenset({"pure_callback", "ffi_call", "buffer_callback"})
+CALLBACKS = named("pure_callback ffi_call buffer_callback")
 """A function on the host gets whole batches unless it says otherwise."""
 
-REDUCTIONS = frozenset({"unvmap_all", "unvmap_any", "unvmap_max"})
+REDUCTIONS = named("unvmap_all unvmap_any unvmap_max")
 """Equinox's, which see a whole batch from inside `vmap`."""
 
-_MEETING = REFERENCES | STATEFUL | REDUCTIONS | {"custom_vmap_call"}
+ATTENTION = frozenset(name for name in OF_LAX if name.startswith("dot_product_attention"))
+"""By cuDNN. See `_is_plain_attention`."""
 
-HOLDING = frozenset({"linear_solve"})
+# The loop of the incomplete beta function runs for all elements until the last has converged.
+_MIXING = named("custom_vmap_call regularized_incomplete_beta")
+_MEETING = REFERENCES | STATEFUL | REDUCTIONS | _MIXING
+
+HOLDING = named("linear_solve")
 """Primitives of lineax whose implementation is a program, which vmap maps."""
 
 # The random numbers of a batch of other keys all come from the first of them.
@@ -41,25 +49,12 @@ _GENERATORS: dict[str, tuple[str, ...]] = {
 }
 
 # Reading a device's own position, or marking what a value varies along, exchanges nothing.
-_LOCAL = frozenset({"axis_index", "pvary", "pbroadcast"})
+_LOCAL = named("axis_index pvary pbroadcast")
 
 _NOT_JAXS = {"after_all", "create_token", "custom_lin", "rng_bit_generator", "rng_uniform"}
 _OBJECTS = {value for name, value in vars(jax_primitives).items() if name.endswith("_p")}
 _JAXS = frozenset(value for value in _OBJECTS if value.name not in _NOT_JAXS)
-_WITHOUT_OBJECT = frozenset(
-    """
-    all_gather_invariant all_gather_reduced debug_callback debug_print empty geqp3 geqrf
-    inspect_sharding layout_constraint log2 lu_pivots_to_permutation mulhi one_minus_square
-    optimization_barrier ormqr pbroadcast philox2x32 philox4x32 psum_invariant pvary
-    ragged_dot_general random_clone random_unwrap random_wrap reduce_scatter reshard scatter-sub
-    scaled_matmul scaled_matmul_wrapper split stack symmetric_product threefry4x32 tile unstack
-    dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper
-    dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper
-    """.split()  # noqa: SIM905
-)
-_OF_EQUINOX = frozenset(
-    {"maybe_set", "nonbatchable", "nondifferentiable_backward", "nontraceable", "select_if_vmap"}
-)
+_OF_EQUINOX = named("maybe_set nonbatchable nondifferentiable_backward nontraceable select_if_vmap")
 
 _OWN_RULES: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
@@ -89,7 +84,7 @@ def axes_named(equation: jex_core.JaxprEqn) -> frozenset[Any]:
 
 def is_known(equation: jex_core.JaxprEqn) -> bool:
     """Whether the lists name the primitive."""
-    known = _WITHOUT_OBJECT | _OF_EQUINOX | _MEETING | CALLBACKS | {"pallas_call"}
+    known = OF_LAX | _OF_EQUINOX | _MEETING | CALLBACKS | {"pallas_call"}
     return equation.primitive in _JAXS or equation.primitive.name in known
 
 
@@ -110,6 +105,8 @@ def keeps_apart(equation: jex_core.JaxprEqn, bound: frozenset[Any]) -> bool:
         return str(equation.params.get("vmap_method")).startswith("sequential")
     if name == "pallas_call":
         return _is_plain_kernel(equation.params["grid_mapping"])
+    if name in ATTENTION:
+        return _is_plain_attention(equation)
     return is_known(equation) and name not in _MEETING
 
 
@@ -121,3 +118,13 @@ def _is_plain_kernel(grid: Any) -> bool:
     """
     spaces = {str(block.block_aval.memory_space).lower() for block in grid.block_mappings}
     return not (grid.scratch_avals or grid.num_index_operands or spaces - {"none", "default"})
+
+
+def _is_plain_attention(equation: jex_core.JaxprEqn) -> bool:
+    """Whether attention by cuDNN treats an example alike, whatever else is in the batch.
+
+    In 8 bits (where nothing is said of dropout) it returns the largest values of the batch. Dropout
+    is drawn by an example's place in the batch; offsets and tables of pages count over the batch.
+    """
+    packed: list[Any] = equation.invars[6:10]
+    return equation.params.get("dropout_rate") == 0 and all(0 in x.aval.shape for x in packed)

@@ -2,7 +2,7 @@
 
 from ..programs import own_line, source_line
 from .facts import Meeting
-from .primitives import CALLBACKS, REDUCTIONS, REFERENCES, STATEFUL, axes_named, is_known
+from .primitives import ATTENTION, CALLBACKS, REDUCTIONS, REFERENCES, STATEFUL, axes_named, is_known
 
 
 def refusal(meeting: Meeting) -> ValueError:
@@ -23,6 +23,7 @@ def refusal(meeting: Meeting) -> ValueError:
 _FAMILIES = {
     "reduction": REDUCTIONS,
     "random": {"random_bits", "random_fold_in", "random_gamma", "random_split"},
+    "attention": ATTENTION,
     "callback": CALLBACKS,
     "stateful": STATEFUL,
     "reference": REFERENCES,
@@ -49,6 +50,10 @@ _ADVICE = {
     "random": "For a batch of keys of the generators rbg and unsafe_rbg, JAX draws all numbers "
     "from the first key. Use other keys: jax.random.key(seed, "
     "impl='threefry2x32').",
+    "attention": "For a batch, cuDNN adds gradients of a bias that examples share, draws dropout "
+    "by place, and finds the maxima of 8-bit values. Use implementation='xla'.",
+    "regularized_incomplete_beta": "Its loop changes an element until all of the batch have "
+    "converged. Write it by a jax.lax.while_loop, which stops for each example alone.",
     "callback": "It hands all examples of a batch to a function on the host. With "
     "vmap_method='sequential' the function gets one example at a time.",
     "stateful": "A function on the host may remember one example and give it to another. Use "

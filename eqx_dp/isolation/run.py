@@ -11,8 +11,9 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, PyTree
 
 from ..programs import channels_last, safe_in_conditionals
-from .facts import OWN, Meeting
+from .facts import OWN, Fact, Meeting
 from .judge import Judge
+from .mapping import is_mapped
 from .primitives import engines_rule
 from .refusal import refusal
 from .steering import may_be_trusted
@@ -49,9 +50,13 @@ def run_apart(
         # A program is evaluated within this mesh. What is traced within it is not traced again.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
             program, shapes = jax.make_jaxpr(one, return_shape=True)(*values)
-        _refuse_meetings(program, loss)
+        facts, leaves = _without_meetings(program, loss), jax.tree.leaves(values)
         structures.append(jax.tree.structure(shapes))
-        results = jex_core.jaxpr_as_fun(program)(*jax.tree.leaves(values))
+        results = jex_core.jaxpr_as_fun(program)(*leaves)
+        for variable, fact, result in zip(program.jaxpr.outvars, facts, results, strict=True):
+            if fact == OWN and not is_mapped(result, leaves[0]):
+                equation = next(x for x in program.jaxpr.eqns if variable in x.outvars)
+                raise refusal(Meeting(equation))
         return jax.tree.unflatten(structures[0], results)
 
     def flat(*leaves: Array) -> list[Array]:
@@ -98,10 +103,11 @@ def of_one(of_batch: Callable[..., tuple[Array, Any]], size: int = 1) -> Callabl
     return one
 
 
-def _refuse_meetings(program: jex_core.ClosedJaxpr, loss: jex_core.Jaxpr) -> None:
-    """Raises a ValueError if the program of one example may depend on others."""
+def _without_meetings(program: jex_core.ClosedJaxpr, loss: jex_core.Jaxpr) -> list[Fact]:
+    """What results depend on; a ValueError if the program of one example may depend on others."""
     judge = Judge(may_be_trusted(loss))
     facts = judge.program(program, [OWN] * len(program.jaxpr.invars))
     for fact in [*facts, *judge.remembered]:
         if isinstance(fact, Meeting):
             raise refusal(fact)
+    return facts

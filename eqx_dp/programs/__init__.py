@@ -35,6 +35,7 @@ from .marks import mark_on as mark_on
 from .names import CHEAP as CHEAP
 from .names import COLLECTIVES as COLLECTIVES
 from .names import ENTRY_BY_ENTRY as ENTRY_BY_ENTRY
+from .names import OF_LAX as OF_LAX
 from .names import REARRANGED as REARRANGED
 from .names import SUMS_OF_DEVICES as SUMS_OF_DEVICES
 from .names import UNCHANGED as UNCHANGED

@@ -3,6 +3,7 @@
 The bound is 1, so to take an example away may move the sum by 1 at most, to replace it by 2.
 """
 
+import contextlib
 import functools
 
 import diffrax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from jax.custom_batching import custom_vmap
+from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import AxisType, PartitionSpec
 
 import eqx_dp as dp
@@ -55,27 +56,37 @@ def loss_with(function, where):
 WHERE = ["loss", "jvp rule", "forward rule", "backward rule"]
 
 
-@custom_vmap
-def mixing(x):
-    return x
-
-
-@mixing.def_vmap
-def _(size, is_mapped, x):
-    return x + jnp.sum(x, 0), True
-
-
 # Batching rules
 
 
+BIASES = {
+    "none": (lambda p, x: None, 0),
+    "of the example": (lambda p, x: p * x[0, 0], 0),
+    "frozen": (lambda p, x: jax.lax.stop_gradient(p), 0),
+    "learned": (lambda p, x: p, 0),
+    "with dropout": (lambda p, x: None, 0.1),
+}
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("where", WHERE)
-def test_a_batching_rule_that_mixes_is_refused(where, method):
-    loss = loss_with(lambda x: mixing(jax.lax.stop_gradient(x)), where)
-    if where == "loss":
-        loss = lambda params, x: jnp.sum(params * mixing(x))  # noqa: E731
-    with refused(match=r"(?s)custom_vmap_call.*test_isolation.py"):
-        clipped(loss, method)(PARAMS, EXAMPLES)
+@pytest.mark.parametrize(("kind", "bias", "dropout"), [(k, *its) for k, its in BIASES.items()])
+def test_attention_by_cudnn(kind, bias, dropout, method, monkeypatch):
+    """For a batch, JAX adds up the gradient of a bias that examples share. (Traced on a CPU.)"""
+    for check in ("check_cudnn_version", "check_compute_capability", "check_is_flash_attention"):
+        monkeypatch.setattr(fused, check, lambda *_: 91000)
+
+    def loss(p, x):
+        rows = jnp.reshape(p[0, 0, :, :1] * x, (1, 3, 1, 1))
+        result = fused.dot_product_attention(rows, rows, rows, bias(p, x), dropout_rate=dropout)
+        return jnp.sum(result) ** 2
+
+    refusal = refused(match="'dot_product_attention_.wd_wrapper' at .*test_isolation.py.*'xla'")
+    with refusal if kind in ("learned", "with dropout") else contextlib.nullcontext():
+        jax.eval_shape(
+            clipped(loss, method),
+            jnp.ones((1, 1, 3, 3), "bfloat16"),
+            EXAMPLES[..., None].astype("bfloat16"),
+        )
 
 
 # Collectives
@@ -132,14 +143,6 @@ def test_a_model_that_is_the_same_on_all_devices_of_an_enclosing_shard_map():
     sharded = jax.shard_map(lambda x: grad_fn(PARAMS, x), mesh=mesh, in_specs=spec, out_specs=spec)
     with refused(match=r"(?s)batch.*check_vma=False"):
         sharded(EXAMPLES)
-
-
-def test_a_collective_over_an_axis_of_the_loss_itself_mixes_nothing():
-    def loss(params, x):
-        centred = jax.vmap(lambda t: t - jax.lax.pmean(t, "tokens"), axis_name="tokens")(x)
-        return jnp.sum(params * centred**2)
-
-    neighbours_differ_by_one(loss)
 
 
 # Equinox's reductions over all examples
