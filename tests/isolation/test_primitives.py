@@ -24,7 +24,7 @@ NO_LOSS = jax.make_jaxpr(lambda: 0.0)().jaxpr
 pytestmark = pytest.mark.optimized
 
 EXAMPLES = jnp.asarray(np.random.default_rng(0).normal(size=(16, 3, 4)), jnp.float32)
-HARD = [jnp.full((3, 4), x) for x in (jnp.nan, jnp.inf, -jnp.inf, 0, 3e38, 1e-40)]
+HARD = [jnp.full((3, 4), x) for x in (jnp.nan, jnp.inf, -jnp.inf, 0, 1e-40)]
 HARD += [jnp.repeat(jnp.asarray([[1e3], [1e3], [0.0]]), 4, 1), EXAMPLES[0] * 1e4]
 # These place or show a value, have no operand, are not mapped by JAX, are not in programs of JAX
 # 0.10 or only in what others are lowered to, hold programs, or go over axes of the example's own.
@@ -94,8 +94,8 @@ CASES = {
         jax.grad(lambda x: pooled(x).sum())(x),
     ),
     "moved": lambda x: (
-        *(x[:, None] + jnp.zeros((2, 4)), jnp.pad(x, 1), x[1:, ::2], x[jnp.argsort(x[:, 0])], x[:1].squeeze(0)),
-        *(x.astype(int), lax.dynamic_slice(x, (place(x), 0), (1, 2))),
+        *(x[:, None] + jnp.zeros((2, 4)), jnp.pad(x, 1), x[1:, ::2], x[:1].squeeze(0)),
+        *(x.astype(int), x[jnp.argsort(x[:, 0])], lax.dynamic_slice(x, (place(x), 0), (1, 2))),
         *(lax.dynamic_update_slice(x, x[:1], (place(x), 0)), lax.optimization_barrier((x, 0.0))),
     ),
     "written": written,
@@ -105,6 +105,7 @@ CASES = {
         lax.conv(x[None], x[:, :3, None], (1,), "SAME"),
     ),
     "matrices": lambda x: (
+        *(jnp.linalg.solve(jnp.eye(3) + 1, x), jnp.linalg.solve(jnp.tril(square(x)), x)),
         lax.linalg.lu_pivots_to_permutation(lax.linalg.lu(square(x))[1], 3),
         *(lax.linalg.tridiagonal_solve(x[0], x[1], x[2], x.T), jnp.linalg.qr(x, mode="raw")),
     ),

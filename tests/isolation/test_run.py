@@ -8,7 +8,6 @@ bit for bit.
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-import jax.scipy as jsp
 import numpy as np
 import pytest
 from jax import lax
@@ -27,10 +26,6 @@ EXAMPLES = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3, 4)), jnp.floa
 
 def conv(x, kernel, **options):
     return lax.conv_general_dilated(x, kernel, (1,), "VALID", **options)
-
-
-def square(x):
-    return x[:, :3] @ x[:, :3].T + 3 * jnp.eye(3)
 
 
 def gradient_of_kernel(x, groups=1):
@@ -74,9 +69,6 @@ def shown(x):
     return x * 2
 
 
-LOWER = jnp.asarray([[2.0, 0, 0], [1, 3, 0], [0.5, -1, 4]])
-
-
 APART = {
     "product": lambda x: (x @ x.T, x @ jnp.ones((4, 2)), jnp.ones((2, 3)) @ x),
     "kernel's gradient": gradient_of_kernel,
@@ -96,11 +88,6 @@ APART = {
     ),
     "shown while it runs": shown,
     "of parameters alone": lambda x: x * lax.while_loop(lambda i: i < 3, lambda i: i + 1, 0),
-    "triangular solve": lambda x: (
-        jsp.linalg.solve_triangular(LOWER, x[:, 0], lower=True, trans=1),
-        jsp.linalg.solve_triangular(square(x), x, lower=True),
-        jnp.linalg.solve(LOWER, x[:, 0]),
-    ),
     "kernel": lambda x: kernel(x, jnp.arange(4.0)),
 }
 
@@ -174,17 +161,18 @@ def local_reference(x):
     return jax.freeze(own)
 
 
-def own_primitive():
+def own_primitive(name, rule):
     """A primitive of the user's, which JAX maps by the user's rule, with the name of JAX's."""
-    primitive = Primitive("sin")
+    primitive = Primitive(name)
     primitive.def_impl(jnp.sin)
     primitive.def_abstract_eval(lambda x: x)
-    batching.primitive_batchers[primitive] = lambda values, dims: (values[0], dims[0])
+    batching.primitive_batchers[primitive] = rule
     mlir.register_lowering(primitive, mlir.lower_fun(jnp.sin, multiple_results=False))
     return primitive.bind
 
 
-own_sin = own_primitive()
+own_sin = own_primitive("sin", lambda values, dims: (values[0], dims[0]))
+own_log2 = own_primitive("log2", lambda values, dims: (values[0].sum(dims[0]), None))
 
 
 REFUSED = {
@@ -211,6 +199,7 @@ REFUSED = {
     "pallas_call, whole arrays": lambda x: doubled_by_a_kernel(x, **WHOLE),
     "sin": lambda x: own_sin(x),
     "regularized_incomplete_beta": lambda x: lax.betainc(abs(x), abs(x) + 1, jax.nn.sigmoid(x)),
+    "log2, left unmapped": lambda x: own_log2(x),
     "noinline": lambda x: eqxi.noinline(jnp.sin)(x),
     "unvmap_max": lambda x: x * eqxi.unvmap_max(x[0, 0].astype(int)),
     "unvmap_any": lambda x: jnp.where(eqxi.unvmap_any(x[0, 0] > 1), 0.0, x),
@@ -330,23 +319,6 @@ def test_what_another_function_on_the_host_has_seen_is_not_read():
 
     with pytest.raises(ValueError, match="'io_callback'"):
         run_apart(function, NO_LOSS, EXAMPLES)
-
-
-@custom_vmap
-def hidden(x):
-    return x
-
-
-@hidden.def_vmap
-def _(size, is_mapped, x):
-    return by_hand(x), True
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_rule_that_only_a_vmap_around_it_all_would_run_is_refused(size):
-    groups = EXAMPLES.reshape(-1, size, 3, 4)
-    with pytest.raises(ValueError, match="'custom_vmap_call'"):
-        jax.vmap(lambda x: run_apart(hidden, NO_LOSS, x))(groups)
 
 
 # The engine's own sums
