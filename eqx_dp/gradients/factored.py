@@ -107,7 +107,7 @@ def summed(
         sums: list[Array] = []
         for members, (products, powers) in zip(_sets(form), held, strict=True):
             weights = _times(factors, powers)
-            for (index, _), (x, g) in zip(members, products, strict=True):
+            for (index, _), (x, g) in zip(members, products, strict=False):
                 use = form.uses[index]
                 sums.append(use.to_parameter(weighted(use, x, g, weights, contributes)))
         return functools.reduce(jnp.add, sums)
@@ -171,8 +171,9 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
     rows = [use.x.rows for use in terms if isinstance(use.x, OneHot) and not use.transposed]
     if len(rows) == len(terms):  # all look up rows, none looks up columns
         values = jnp.concatenate([use.g for use in terms], axis=2)
-        norm, bound = row_norms(jnp.concatenate(rows, axis=2), values)
-        powers = ()
+        at = jnp.concatenate(rows, axis=2)
+        norm, bound, sums = row_norms(at, values)
+        terms, powers = [OuterProducts(OneHot(at), sums)], ()  # the first use stands for all
     elif not others and first.time == 1 and not isinstance(first.x, OneHot):
         norm, bound, x, scale = one_term(first.x, first.g)
         terms, powers = [first._replace(x=x)], (scale,)

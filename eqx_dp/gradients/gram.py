@@ -18,8 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from .leaves import computed_once
 from .norms import (
     PRECISION,
     exponent_of,
@@ -164,13 +166,21 @@ def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float
         slack.append(twice * sum_in_blocks(error.reshape(batch, -1)))
     square, slack = (functools.reduce(jnp.add, x) for x in (square, slack))
     lengths = jnp.concatenate([x * y for x, y in zip(a, b, strict=True)], axis=-1)
-    in_sum = jnp.minimum(
-        (steps + 1) * norms(jnp.sum(lengths, axis=-1)),
-        math.sqrt((steps + 3) ** 3 / 3) * norms(lengths),
-    )
+    gross = norms(jnp.sum(lengths, axis=-1))
+    in_sum = jnp.minimum((steps + 1) * gross, math.sqrt((steps + 3) ** 3 / 3) * norms(lengths))
     room = 33 / 32
     bound = jnp.sqrt(jnp.maximum(square + room * slack, 0)) + room * roundoff * in_sum
+    bound = jnp.maximum(bound, least_share(dtype) * gross)
     return jnp.sqrt(jnp.maximum(square, 0)), bound * (1 + 8 * roundoff)
+
+
+def least_share(dtype: np.dtype[Any]) -> float:
+    """The least bound of terms that cancel, by their gross norm: the sum of their norms.
+
+    It limits what a sum of many examples may be off: in float32 a factor times a gross norm is at
+    most 1,024 clip norms.
+    """
+    return 4 * math.sqrt(unit_roundoff(dtype))
 
 
 def one_term(
@@ -262,45 +272,38 @@ def _lengths(inner: Float[Array, "batch group time time"]) -> Float[Array, "batc
 
 def row_norms(
     rows: Int[Array, "batch group time"], values: Float[Array, "batch group time entry"]
-) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-    """The norm of a table of rows, and a bound on that of what is added for a factor of 1.
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"], Float[Array, "batch group time entry"]]:
+    """The norm of a table of rows, a bound on that of what is added for a factor of 1, and that.
 
-    Lookups of one row add up first, and may cancel.
+    Lookups of one row add up first, and may cancel. The first of them takes their sum, which is
+    measured and added; the others take zero.
 
     Returns:
-        The norm, and the bound.
+        The norm, the bound, and what is to be added at the rows.
 
         | values | norm | bound |
         |---|---|---|
         | squares that overflow, or vanish | right, to rounding | right, to rounding |
         | zero | 0 | 0 |
-        | one row's lookups cancel | what remains | at least the possible rounding error |
+        | one row's lookups cancel | what remains | at least `least_share` of the gross norm |
         | NaN or infinity among them | NaN or inf | NaN or inf |
         | other examples' | as if they were not there | the same |
     """
     dtype = values.dtype
-    roundoff = unit_roundoff(dtype)
     batch, groups, time = rows.shape
+    error = norm_error(values[0].size, dtype) + 2 * unit_roundoff(dtype)
     if time == 1:
         norm = norms(values)
-        return norm, norm * (1 + norm_error(values[0].size, dtype) + 2 * roundoff)
+        return norm, norm * (1 + error), values
     same = rows[..., :, None] == rows[..., None, :]
-    # A row's first lookup takes the sum of all of its lookups; the others take zero.
     first = jnp.min(jnp.where(same, jnp.arange(time)[:, None], time), axis=-2)
     place = (jnp.arange(batch * groups)[:, None] * time + first.reshape(-1, time)).reshape(-1)
 
-    def of_rows(x: Float[Array, "lookup entry"]) -> Float[Array, "batch _"]:
-        sums = jnp.zeros_like(x).at[place].add(x, mode="promise_in_bounds")
-        return sums.reshape(batch, -1)
+    def of_rows(x: Float[Array, "lookup entry"]) -> Float[Array, "lookup entry"]:
+        return jnp.zeros_like(x).at[place].add(x, mode="promise_in_bounds")
 
-    # In units of a power of two near each example's largest entry: what vanishes there is less than
-    # the rounding of that entry, which counts in any case.
-    values = jax.lax.optimization_barrier(values)
-    largest = jnp.max(jnp.abs(values.reshape(batch, -1)), axis=1, initial=0)
-    scale, inverse = power_of_two(largest)
-    flat = (values * inverse[:, None, None, None]).reshape(len(place), -1)
-    norm, lengths = norms(of_rows(flat)), norms(flat)[:, None]
-    gross, times = of_rows(lengths), of_rows(jnp.ones_like(lengths))
-    in_sums = roundoff * norms((2 * times - 1) * gross)
-    bound = norm * (1 + norm_error(values[0].size, dtype)) + 33 / 32 * in_sums
-    return norm * scale, bound * scale * (1 + 4 * roundoff)
+    flat = values.reshape(len(place), -1)
+    sums = computed_once(of_rows, flat, flat).reshape(values.shape)
+    gross = norms(of_rows(least_share(dtype) * norms(flat)[:, None]).reshape(batch, -1))
+    norm = norms(sums)
+    return norm, jnp.maximum(norm * (1 + error), gross), sums
