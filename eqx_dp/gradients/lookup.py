@@ -38,20 +38,17 @@ def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
     """The row of every lookup; the number of rows where a lookup finds none."""
     del operand
     rows = operation.operands[0][0]
-    if operation.primitive == dynamic_slice_p.name:
-        return jnp.clip(_signed(inputs[1]), 0, rows - 1).reshape(1)
-    position = operation.param("dimension_numbers").start_index_map.index(0)
-    indices = _signed(inputs[1][..., position]).reshape(-1)
-    if operation.param("mode") == GatherScatterMode.CLIP:
-        return jnp.clip(indices, 0, rows - 1)
+    indices, mode = inputs[1], GatherScatterMode.CLIP
+    if operation.primitive == gather_p.name:
+        position = operation.param("dimension_numbers").start_index_map.index(0)
+        indices, mode = indices[..., position], operation.param("mode")
+    # Compared in their own dtype: a large unsigned index is no negative one.
+    indices = jnp.asarray(indices).reshape(-1)
+    if mode == GatherScatterMode.CLIP:
+        return jnp.clip(indices, 0, rows - 1).astype(int)
     # If the user promises that there are none, an index out of bounds reads a row and gives it no
     # gradient, as in jax.grad.
-    return jnp.where((indices >= 0) & (indices < rows), indices, rows)
-
-
-def _signed(indices: Any) -> Array:
-    # The number of rows, which means no row, may not fit the index's own dtype.
-    return jnp.asarray(indices).astype(int)
+    return jnp.where((indices >= 0) & (indices < rows), indices, rows).astype(int)
 
 
 def matrix_axes(operation: Operation, operand: int) -> MatrixAxes:

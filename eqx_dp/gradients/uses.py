@@ -214,7 +214,7 @@ class ParamUse(NamedTuple):
         for _ in self.scans:
             of_one = jax.vmap(of_one)
         x, g = of_one(residuals, cotangent)
-        x = x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        x = x if self.kind.name == "lookup" else x.astype(dtype)  # rows stay whole numbers
         return self._fold_scans(x), self._fold_scans(g.astype(dtype))
 
     def _fold_scans(self, factor: Array) -> Array:

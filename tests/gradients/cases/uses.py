@@ -88,6 +88,10 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
             lambda w, x: lax.dot_general(w, x, (((2,), (1,)), ((), ()))), (4, 4, 3), (4, 3),
         ),
         "experts": (lambda w, x: jnp.einsum("eio,tei->teo", w, x), (2, 3, 4), (5, 2, 3)),
+        **{f"data of {dtype}": (
+            lambda w, t, dtype=dtype: (t[:, None] % np.array([2, 3, 4])).astype(dtype) @ w,
+            (3, 4), FOUND,
+        ) for dtype in ("bool", "uint8", "int32")},
     },
     "convolutions": {
         "NHWC": (
@@ -135,6 +139,13 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
         ),
         "more rows than bytes count": (
             lambda w, t: w.at[t.astype(jnp.uint8)].get(mode="clip"), (300, 2), FOUND,
+        ),
+        "far beyond": (  # negative ones, if they had a sign
+            lambda w, t: w.at[t.astype(jnp.uint32) << 30].get(mode="clip"), (4, 3), FOUND,
+        ),
+        "slice far beyond": (
+            lambda w, t: lax.dynamic_slice_in_dim(w, t[1].astype(jnp.uint32) << 30, 1),
+            (4, 3), FOUND,
         ),
         "of a part": (lambda w, t: w.T[1:][t], (5, 5), FOUND),
     },
