@@ -164,7 +164,9 @@ def filter_clipped_grad(
             or an `eqx.nn.State` in the batch; a State in aux, or one that is closed over and
             written; no batch, or leading axes that differ; nothing trainable; a tree of clip norms
             that does not fit the model; a model that is paired with another policy; a module rule
-            without effect on the model.
+            without effect on the model; a clip norm at which the sum of so many slots, or its
+            quotient by `normalize_by`, could overflow, or lose entries to underflow; a trained leaf
+            of 8 bits without a policy.
     """
     configuration = checked_configuration(
         l2_clip_norm,

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from ..expected import flag, whole_number
+from ..expected import flag, real_number, whole_number
 from ..paths import below
 from ..precision import JmpPolicy, Policy, checked_policy
 from ..privacy import Sampling
@@ -73,18 +73,17 @@ def checked_configuration(
             "normalize_by is a traced value. It enters the sensitivity, so it has to be a known, "
             "public number: pass a Python float."
         )
-    is_number = eqx.is_array_like(normalize_by) and np.ndim(normalize_by) == 0
-    if not is_number or isinstance(normalize_by, bool) or not 1e-30 <= float(normalize_by) <= 1e30:
-        raise ValueError(
-            f"normalize_by must be a number > 0 (from 1e-30 to 1e30), found {shown(normalize_by)}."
-        )
+    if isinstance(normalize_by, jax.Array | np.ndarray) and normalize_by.ndim == 0:
+        normalize_by = normalize_by.item()
+    wanted = "greater than 0 (from 1e-30 to 1e30)"
+    divisor = real_number("normalize_by", normalize_by, lambda x: 1e-30 <= x <= 1e30, wanted)
     return Configuration(
         parse_clip_norm(l2_clip_norm, flag("rescale_to_unit_norm", rescale_to_unit_norm)),
         policy,
         sharding,
         flag("has_aux", has_aux),
         flag("keep_batch_dim", keep_batch_dim),
-        float(normalize_by),
+        divisor,
         _checked_microbatch_size(microbatch_size),
         _checked_method(method),
         whole_number("augmentations", augmentations, least=1, most=2**16),

@@ -267,9 +267,8 @@ def clip_and_sum(
     Guarantee: an example adds a gradient whose norm, group by group, measured exactly, is at most
     the clip norm / (1 + drift) (`clip_factors` has the proof, from the bounds that `leaves` gives).
     It adds exactly zero if it is padding, or if its loss or the norm of its gradient in any group
-    is not finite. (In float32 for clip norms from 1e-30, and from about 1e-21 where a leaf is
-    factored: nearer to the end of the range products lose digits to underflow, which no relative
-    bound makes up for; `gram.md` says how many.)
+    is not finite. (Nearer to the ends of the range, where products lose digits to underflow, which
+    no relative bound makes up for, `check_sum_range` refuses the call.)
     """
     batch, dtype = len(loss), traced.accumulate_dtype
     groups, count = traced.groups, len(traced.clipping.clip_norms)

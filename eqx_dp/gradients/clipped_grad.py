@@ -13,11 +13,18 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 from typing_extensions import TypeVar
 
 from ..losses import Loss1, Loss2
+from ..paths import below
 from ..precision import Policy, agreed_policy, cast_parameters, stage
-from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, Sampling, check_relation
+from ..privacy import (
+    SENSITIVITY_OF_UNIT_NORM,
+    NeighboringRelation,
+    Sampling,
+    check_relation,
+    check_sum_range,
+)
 from ..programs import matmul_flops
 from ..sharding import ShardingRules, on_device
-from ..shown import function_name
+from ..shown import function_name, shown
 from ..trees import PyTree
 from .arguments import (
     METHODS,
@@ -248,6 +255,9 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
             configuration.microbatch_size,
         )
         uses, costs = by_method[choice.method]
+        steps, bound = sum(use.steps for use in uses.at.values()), clipping.l2_norm_bound
+        divisor, entries = configuration.normalize_by, sum(sizes)
+        check_sum_range(bound, divisor, accumulate_dtype, num_examples, entries, steps)
         traced = TracedLoss(
             program,
             uses,
@@ -267,9 +277,20 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
 
 
 def _accumulate_dtype(params: PyTree[Array], policy: Policy | None) -> np.dtype[Any]:
-    """The policy's, or float32, or float64 where a trainable leaf is float64."""
+    """The policy's, or float32, or float64 where a trainable leaf is float64.
+
+    Raises:
+        ValueError: a leaf is of 8 bits or less, and no policy says what it is computed in.
+    """
     if policy is not None:
         return policy.accumulate_dtype
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if leaf.dtype.itemsize == 1:
+            raise ValueError(
+                f"{below('model', path)} is {shown(leaf)}, whose gradient would be rounded to as "
+                'few bits. Give a policy, such as dp.load_policy("mixed_bfloat16"), which casts it '
+                "to the compute dtype before the loss."
+            )
     return np.dtype(jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
 
 

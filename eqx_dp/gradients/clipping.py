@@ -175,8 +175,7 @@ class Clipping(NamedTuple):
     def bounds(self) -> tuple[float, ...]:
         """The same for each group, and then for the count of a quantile."""
         of_groups = tuple(self.unit or norm for norm in self.clip_norms)
-        rule = self.rule
-        return (*of_groups, rule.weight / 2) if isinstance(rule, Quantile) else of_groups
+        return (*of_groups, self.rule.weight / 2) if isinstance(self.rule, Quantile) else of_groups
 
     @property
     def unit(self) -> float | None:

@@ -19,7 +19,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Inexact
 
 from .blocks import in_blocks
-from .norms import PRECISION, combined_norms, norm_error, norms_of_parts
+from .norms import PRECISION, norm_error, norms, norms_of_parts
 
 Known: TypeAlias = tuple[Float[Array, " batch"], Float[Array, " batch"]]
 """The norm of each example's gradient as it was computed, and an upper bound on the true norm of
@@ -70,7 +70,8 @@ def combined(known: Sequence[Known], batch: int, dtype: np.dtype[Any]) -> Known:
     """Norm and bound of gradients from those of their parts."""
     if len(known) == 1:
         return known[0]
-    norm, bound = (combined_norms([of[i] for of in known], (batch,), dtype) for i in range(2))
+    zero = jnp.zeros(batch, dtype)
+    norm, bound = (norms(jnp.stack(its, axis=-1)) for its in zip((zero, zero), *known, strict=True))
     return norm, bound * (1 + norm_error(len(known), dtype))
 
 

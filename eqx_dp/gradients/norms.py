@@ -173,15 +173,6 @@ def _largest(x: Float[Array, "batch blocks entry"]) -> Float[Array, " batch"]:
     return jnp.max(jnp.abs(x), axis=(1, 2), initial=0)
 
 
-def combined_norms(
-    parts: Sequence[Float[Array, " batch"]], shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> Float[Array, " batch"]:
-    """The norms of gradients from those of their parts; zero where there are none."""
-    if not parts:
-        return jnp.zeros(shape, dtype)
-    return norms(jnp.stack(parts, axis=-1))
-
-
 def exponent_of(size: Float[Array, "*n"]) -> Int[Array, "*n"]:
     """The binary exponent of a positive normal number: the floor of its logarithm.
 
@@ -199,8 +190,9 @@ def exponent_of(size: Float[Array, "*n"]) -> Int[Array, "*n"]:
 def power(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> Float[Array, "*n"]:
     """Two to an exponent; zero if that is no normal number, and at most the largest number."""
     # The bits of a power of two end with its exponent, and those of zero are zero.
-    bias = _bias(dtype)
-    return _of_bits(jnp.clip(exponent, -bias, bias), dtype)
+    info, bias = jnp.finfo(dtype), _bias(dtype)
+    bits = (jnp.clip(exponent, -bias, bias) + bias).astype(f"int{info.bits}")
+    return jax.lax.bitcast_convert_type(bits << info.nmant, dtype)
 
 
 def halves(exponent: Int[Array, "*n"], dtype: np.dtype[Any]) -> tuple[Array, Array]:
@@ -220,21 +212,9 @@ def without_subnormal(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
 
 def power_of_two(size: Float[Array, "*n"]) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
     """The power of two at or below a positive number, and its inverse, both normal numbers."""
-    # In few operations: the compiler repeats them in every kernel that needs the result.
-    info, bias = jnp.finfo(size.dtype), _bias(size.dtype)
-    bits = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(size), f"int{info.bits}")
-    exponent = jnp.clip(bits >> info.nmant, 1, 2 * bias - 1)
-    scale, inverse = (
-        jax.lax.bitcast_convert_type(e << info.nmant, size.dtype)
-        for e in (exponent, 2 * bias - exponent)
-    )
-    return scale, inverse
-
-
-def _of_bits(exponent: Int[Array, "*n"], dtype: Any) -> Float[Array, "*n"]:
-    info = jnp.finfo(dtype)
-    bits = (exponent + _bias(dtype)).astype(f"int{info.bits}")
-    return jax.lax.bitcast_convert_type(bits << info.nmant, dtype)
+    most = _bias(size.dtype) - 1
+    exponent = jnp.clip(exponent_of(size), -most, most)
+    return power(exponent, size.dtype), power(-exponent, size.dtype)
 
 
 def _bias(dtype: Any) -> int:

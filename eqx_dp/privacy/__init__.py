@@ -7,6 +7,7 @@ from .accounting import NeighboringRelation as NeighboringRelation
 from .accounting import check_relation as check_relation
 from .composition import Composition as Composition
 from .composition import compose as compose
+from .finite_precision import check_sum_range as check_sum_range
 from .gaussian import can_certify as can_certify
 from .keys import Secret as Secret
 from .keys import checked_secret as checked_secret

@@ -71,11 +71,17 @@ def checked_gradient(
 
 
 def check_range(stddev: float, dtype: Any) -> None:
-    """Refuses a standard deviation that the noise dtype cannot hold."""
+    """Refuses a standard deviation at the ends of the noise dtype's range.
+
+    The longest noise, of 19 standard deviations, is within the range. Numbers below it, which a
+    machine may take for zero, are at most 2^-22 standard deviations in all 2^32 entries of a leaf.
+    (Not so in an unsafe dtype, narrower than float32.)
+    """
     limits = jnp.finfo(dtype)
-    if not float(limits.smallest_normal) <= stddev <= float(limits.max):
+    least = float(limits.smallest_normal) * (2.0**39 if limits.nmant >= 23 else 1.0)
+    if not least <= stddev <= float(limits.max) / 32:
         raise ValueError(
             f"stddev {stddev} is beyond the normal range of the noise dtype {dtype} "
-            f"({limits.smallest_normal} to {limits.max}): the noise would be rounded to zero or "
-            "infinity. Rescale the gradients, or take a wider noise dtype."
+            f"({least:.2g} to {float(limits.max) / 32:.2g}): noise, or the sum beside it, would be "
+            "rounded to zero or infinity. Rescale the gradients, or take a wider noise dtype."
         )

@@ -125,6 +125,57 @@ def test_senseless_normalize_by_is_refused(make, bad):
         make(models.dot, l2_clip_norm=1.0, normalize_by=bad)
 
 
+TINY = {"l2_clip_norm": 1e-20, "normalize_by": 1e17}
+
+
+@pytest.mark.parametrize(
+    ("options", "examples", "entries"),
+    [
+        ({"l2_clip_norm": 1e37}, 96, 2),
+        ({"l2_clip_norm": {"a": 1e37, "b": 1.0}}, 96, 2),
+        ({"l2_clip_norm": dp.clipping.PerLayer(1e37)}, 96, 2),
+        ({"l2_clip_norm": 1e35, "normalize_by": 1e-5}, 96, 2),
+        ({"l2_clip_norm": 1.0, "policy": "accumulate=float16,unsafe=true"}, 2**15, 2),
+        (TINY, 8, 65_025),
+        ({"l2_clip_norm": 1e-29}, 10**6, 2),
+    ],
+    ids=str,
+)
+def test_sums_that_could_overflow_or_vanish_before_the_noise_are_refused(
+    options, examples, entries
+):
+    """And others not: of fewer examples, of rescaled gradients."""
+    if "policy" in options:
+        options = {**options, "policy": dp.parse_policy(options["policy"])}
+    model = {
+        "a": jax.ShapeDtypeStruct((entries,), "float32"),
+        "b": jax.ShapeDtypeStruct((), "float32"),
+    }
+
+    def call(examples, **changed):
+        x = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((examples, *leaf.shape), leaf.dtype), model
+        )
+        grad_fn = dp.filter_clipped_grad(models.dot, **{**options, **changed})
+        jax.eval_shape(grad_fn, model, x)
+
+    with pytest.raises(ValueError, match="before the noise"):
+        call(examples)
+    call(1, normalize_by=1.0)
+    call(8, rescale_to_unit_norm=True, normalize_by=1.0)
+
+
+def test_each_step_of_a_factored_leaf_may_lose_numbers():
+    def call(method):
+        loss = lambda w, x: jnp.sum(jnp.sin(x @ w))  # noqa: E731
+        grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1e-27, method=method)
+        jax.eval_shape(grad_fn, jnp.ones((40, 40)), jnp.ones((2, 3, 40)))
+
+    call("per_example")
+    with pytest.raises(ValueError, match=r"to 4.3e\+37 is allowed for 2 examples, 1600 entries"):
+        call("book_keeping")
+
+
 @pytest.mark.parametrize("bad", [None, "1.0", {}, {"a": None}, jnp.ones(2)], ids=str)
 def test_a_clip_norm_without_a_number_is_refused(bad):
     model, x = {"a": jnp.zeros(2)}, {"a": jnp.ones((3, 2))}

@@ -119,6 +119,7 @@ REFUSED = {
         call(lambda m, x: x, {"a": jnp.arange(3), "b": "text"}, TWO), "filter_spec",
     ),
     "trained integers": (odd("int32", filter_spec=lambda _: True), "(?s)odd.*int32"),
+    "trained in 8 bits": (odd("float8_e4m3fn"), "(?s)odd.*float8_e4m3fn.*policy"),
     "trained complex": (odd("complex64"), "(?s)odd.*complex64"),
     "no prefix": (
         call(models.mlp_loss, CASE.model, X, LABEL, filter_spec={"layers": True}),

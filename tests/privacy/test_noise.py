@@ -381,7 +381,7 @@ def test_refused_and_not_shown(name, values, reason):
         assert "987654321" not in str(error.value)
 
 
-@pytest.mark.parametrize("stddev", [1e-40, 1e39])
+@pytest.mark.parametrize("stddev", [1e-40, 1e-30, 2e37, 1e39])
 def test_stddev_that_the_noise_dtype_cannot_hold_is_refused(stddev):
     privatizer = gaussian_privatizer(stddev=stddev, key=KEY)
     with pytest.raises(ValueError, match="beyond the normal range of the noise dtype float32"):
