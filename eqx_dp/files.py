@@ -11,11 +11,28 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, cast
 
 from .expected import RunPath
+
+_DEEPEST = 100
+
+
+def parsed(parse: Callable[[Any], Any], content: str | bytes) -> Any:
+    """What a parser of JSON or TOML finds; a ValueError if that is nested too deeply to be used.
+
+    Python raises a RecursionError where something very deep is parsed, printed or copied.
+    """
+    with contextlib.suppress(RecursionError):
+        level: list[Any] = [found := parse(content)]
+        for _ in range(_DEEPEST):
+            inside = [x for x in level if isinstance(x, dict | list)]
+            level = [y for x in inside for y in (x.values() if isinstance(x, dict) else x)]
+        if not level:
+            return found
+    raise ValueError(f"lists and tables are nested more than {_DEEPEST} deep")
 
 
 def is_remote(path: RunPath) -> bool:
@@ -28,9 +45,9 @@ def read_json(file: RunPath) -> dict[str, Any]:
     with _as_os_error(file):
         content = file.read_bytes()
     try:
-        found = json.loads(content)
-    except RecursionError:
-        raise ValueError(f"{file.name} is nested too deeply") from None
+        found = parsed(json.loads, content)
+    except ValueError as error:
+        raise ValueError(f"{file.name} holds no JSON that can be used: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file.name} holds no JSON object")
     return cast("dict[str, Any]", found)

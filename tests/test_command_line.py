@@ -84,6 +84,8 @@ def test_epsilon_of_a_noise_multiplier_is_the_plan_s(capsys, tmp_path):
         assert eval(line, {"dp": dp, "pathlib": pathlib}) == known
     assert "confidence 0.999999)\neach user is in a step" in text
     assert "the plan alone" in refused(capsys, *mine, "--delta", "1e-9")
+    file.write_text("[" * 10_000)
+    assert f"{file}: a plan must be JSON" in refused(capsys, *mine)
 
 
 @pytest.mark.slow

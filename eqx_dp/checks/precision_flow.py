@@ -223,7 +223,7 @@ class PrecisionFlow(Flow[Facts]):
         if any(jnp.issubdtype(dtype_of(v), jnp.complexfloating) for v in equation.invars):
             return  # there is no complex number of half precision
         declared = known_width((rule or self.policy).compute_dtype)
-        matmul = self.policy.matmul if rule is None or rule.matmul is None else None
+        matmul = None if rule is not None and rule.is_wide else self.policy.matmul
         if matmul is not None and (has_free_dimensions(equation) or _is_float8(operands)):
             self._runs_narrow(case, operands, matmul, shown)
             return

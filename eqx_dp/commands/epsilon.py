@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..precision import refusals_name
 from ..privacy import NeighboringRelation, PrivacyPlan
 from ..tables import aligned
 
@@ -45,7 +46,8 @@ def _plan(arguments: argparse.Namespace) -> PrivacyPlan:
     if arguments.plan is not None:
         if any(given[name] for names in (*needed, ("delta",)) for name in names):
             raise ValueError("--plan: found other numbers beside it; allowed: the plan alone")
-        return PrivacyPlan.from_json(arguments.plan.read_text())
+        with refusals_name(str(arguments.plan)):
+            return PrivacyPlan.from_json(arguments.plan.read_text())
     for names in needed:
         if not any(given[name] for name in names):
             missing = " or ".join(f"--{name.replace('_', '-')}" for name in names)

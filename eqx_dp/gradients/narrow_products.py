@@ -313,7 +313,7 @@ def narrow_products(policy: Policy | None) -> Narrow | None:
     """The part of a policy about products; None if they stay in the compute dtype."""
     if policy is None or policy.matmul is None:
         return None
-    return Narrow(policy.matmul, tuple((r.match, r.matmul is not None) for r in policy.modules))
+    return Narrow(policy.matmul, tuple((r.match, r.is_wide) for r in policy.modules))
 
 
 def _is_product(equation: jex_core.JaxprEqn) -> bool:

@@ -8,6 +8,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from ..expected import expect
+from ..files import parsed
 from .content import merged, policy_of
 from .policy import Policy
 from .refusals import refusal, refusals_name
@@ -32,7 +33,8 @@ and `optimizer`, optional |
     | `[matmul]` | `forward`, and optionally `backward`, `scaling`: see `Matmul`; optional |
     | `[[modules]]` | `match`; `compute` or `matmul = "wide"` or both; `optional`: true or false |
 
-    There are as many `[[modules]]` as rules. Without `compute`, a rule leaves the policy's.
+    There are as many `[[modules]]` as rules. Without `compute`, a rule leaves the policy's. A rule
+    that computes in float32 or float64 keeps products wide without `matmul`.
 
     A file that `extends` another one needs no entry of its own. The two are merged:
 
@@ -125,8 +127,8 @@ def _inherited(source: Traversable, extended_by: tuple[Path, ...]) -> Content:
 
 def _read(source: Traversable) -> Content:
     try:
-        return tomllib.loads(source.read_bytes().decode("utf-8"))
+        return parsed(tomllib.loads, source.read_bytes().decode("utf-8"))
     except OSError as error:
         raise refusal("file", f"nothing to read ({error.strerror})", "a TOML file") from None
-    except ValueError as error:  # of tomllib and of the UTF-8 decoder
+    except ValueError as error:  # of the parser and of the UTF-8 decoder
         raise refusal("file", f"no TOML ({error})", "a TOML file in UTF-8") from None

@@ -20,7 +20,8 @@ class ModuleRule:
             characters without space, comma or equals sign, so that it fits a policy's string form.
         compute_dtype: The dtype that these modules compute in.
         matmul: `"wide"` keeps their matrix products in the compute dtype, whatever the policy's
-            `matmul` says; None follows `matmul`.
+            `matmul` says. None follows `matmul`, but a compute dtype of float32 or float64 is wide:
+            products are then in that dtype.
         optional: Whether the rule may match no module of a model. Other rules must have an effect.
 
     Raises:
@@ -52,6 +53,11 @@ class ModuleRule:
                 "one or more printable characters other than space, comma and equals sign",
             )
         vars(self).update(match=match, compute_dtype=dtype, matmul=matmul, optional=optional)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether products stay in the compute dtype: `matmul` says so, or the dtype does."""
+        return self.matmul is not None or self.compute_dtype.itemsize > 2
 
     def __str__(self) -> str:
         more = (*filter(None, [self.matmul]), *(["optional"] if self.optional else []))

@@ -197,7 +197,7 @@ def _entered(model: T, policy: Policy, compute: np.dtype[Any], matched: Matched)
     def enter(module: eqx.Module, governed: Governed) -> eqx.Module:
         rule = governed.rule
         apart = governed.own is not None or governed.compute != compute
-        apart |= rule is not None and rule.matmul is not None  # its products are marked
+        apart |= rule is not None and rule.is_wide  # its products are marked
         return _as_class(module, _casts_for(module, governed, policy, False) if apart else None)
 
     return rebuild(model, compute, matched, enter, cast_leaf)

@@ -1,6 +1,7 @@
 """The value that says which dtype each stage of a private step uses."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args, runtime_checkable
 
@@ -85,6 +86,11 @@ class Policy(jmp.Policy):
             if two module rules have the same pattern; if the loss scale or its inverse is not exact
             in the output or the accumulate dtype; if another argument is not what is allowed above.
             The message names fields as a policy file does.
+
+    Warns:
+        UserWarning: If the policy or a module rule computes in float16 and there is no loss scale;
+            if stochastic rounding has no effect, because the param dtype holds every sum in the
+            accumulate dtype; if a module rule has `matmul="wide"` and the policy no `matmul`.
     """
 
     accumulate_dtype: np.dtype[Any]
@@ -146,6 +152,7 @@ class Policy(jmp.Policy):
         _check_values(self)
         _check_widths(self)
         _check_loss_scale(self)
+        _warn(self)
 
     # jmp's three methods, with types, and one more.
 
@@ -252,23 +259,21 @@ def _check_widths(policy: Policy) -> None:
             f"{optimizer}, narrower than float32, in which moments lose small changes",
             "float32, float64; narrower only with narrow_optimizer = true, which costs no privacy",
         )
-    products = [("dtypes.compute", policy.compute_dtype, None)]
+    products = [("dtypes.compute", policy.compute_dtype)]
     products += [
-        (f"modules.compute of {rule.match!r}", rule.compute_dtype, rule.matmul)
-        for rule in policy.modules
+        (f"modules.compute of {rule.match!r}", rule.compute_dtype) for rule in policy.modules
     ]
     wide = [("accumulate", accumulate, "float32", _FLOAT32)]
     wide += [("noise", policy.noise_dtype, "float32", _FLOAT32)]
-    wide += [("accumulate", accumulate, f"{key} ({dtype})", dtype) for key, dtype, _ in products]
+    wide += [("accumulate", accumulate, f"{key} ({dtype})", dtype) for key, dtype in products]
     for key, dtype, name, least in wide if not policy.unsafe else ():
         if _wider(dtype, least) != dtype:
             allowed = ", ".join(str(one) for one in DTYPES.values() if _wider(one, least) == one)
             allowed = f"{allowed}; narrower only with unsafe = true"
             raise refusal(f"dtypes.{key}", f"{dtype}, narrower than {name}", allowed)
     # A product of float64 has digits and a range that no product in float32 has.
-    for key, dtype, matmul in products if policy.matmul is not None else ():
-        if dtype == np.float64 and matmul is None:
-            raise refusal(key, "float64 beside [matmul]", "bfloat16, float16, float32")
+    if policy.matmul is not None and policy.compute_dtype == np.float64:
+        raise refusal("dtypes.compute", "float64 beside [matmul]", "bfloat16, float16, float32")
 
 
 def _check_loss_scale(policy: Policy) -> None:
@@ -281,3 +286,28 @@ def _check_loss_scale(policy: Policy) -> None:
             found = f"{scale!r}, out of range for dtypes.{key} ({dtype})"
             exact = "a power of two that is exact in dtypes.output, and with its inverse in"
             raise refusal("loss_scale.value", found, f"{exact} dtypes.accumulate")
+
+
+def _warn(policy: Policy) -> None:
+    """Warns of entries that are allowed and hardly meant."""
+    said: list[str] = []
+    computes = {policy.compute_dtype, *(rule.compute_dtype for rule in policy.modules)}
+    if DTYPES["float16"] in computes and policy.loss_scale.kind == "none":
+        said.append(
+            "it computes in float16 without a loss scale, so gradients below 6e-8 are lost. Take "
+            "load_policy('mixed_float16'), a loss scale such as 1024, or bfloat16"
+        )
+    stored = policy.param_dtype
+    if policy.rounding == "stochastic" and _wider(policy.accumulate_dtype, stored) == stored:
+        said.append(
+            f'rounding = "stochastic" has no effect, because {stored} holds every sum in '
+            f"{policy.accumulate_dtype}. Store parameters in bfloat16, or leave it out"
+        )
+    marked = [repr(rule.match) for rule in policy.modules if rule.matmul is not None]
+    if marked and policy.matmul is None:
+        said.append(
+            f'matmul = "wide" of the rules for {", ".join(marked)} has no effect, because there is '
+            "no [matmul]: all products are in the compute dtype. Add a [matmul], or leave it out"
+        )
+    for one in said:
+        warnings.warn(f"policy {policy.name or str(policy)!r}: {one}.", stacklevel=3)

@@ -1,6 +1,5 @@
 """Policies as a line of text: jmp's grammar, with more keys."""
 
-import warnings
 from typing import Any
 
 import jmp
@@ -48,8 +47,7 @@ def parse_policy(text: str) -> Policy:
             full), float64 (f64), or half, which is bfloat16 on a TPU and float16 elsewhere.
 
     Returns:
-        The policy, without a name. There is a warning if `half` is float16 and no loss scale is
-        given.
+        The policy, without a name. `Policy` says when there is a warning.
 
     Raises:
         ValueError: If a part is empty or not `key=value`, a key is unknown or given twice, a value
@@ -61,15 +59,7 @@ def parse_policy(text: str) -> Policy:
             allowed = ", ".join([*DTYPES, *_NAMES, "half"])
             raise refusal("dtype", repr(text), f"{allowed}; KEY=VALUE,...; presets: load_policy")
         parts = _split(text) if "=" in text else {"params": text.strip()}
-        policy = policy_of(_content_of(parts), is_whole=False)
-    narrow = policy.compute_dtype == DTYPES["float16"] and policy.loss_scale.kind == "none"
-    if narrow and "half" in parts.values():
-        warnings.warn(
-            f"policy {text!r}: half is float16 here, and there is no loss scale: gradients below "
-            "6e-8 are lost. Take load_policy('mixed_float16'), or bfloat16.",
-            stacklevel=2,
-        )
-    return policy
+        return policy_of(_content_of(parts), is_whole=False)
 
 
 def _named(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from dp_accounting import NeighboringRelation
 
 from ..expected import expect
+from ..files import parsed
 from ..shown import shown
 from .sampling_kinds import KINDS, Poisson
 from .strategies import Banded
@@ -50,8 +51,8 @@ def fields_of(text: str) -> dict[str, Any]:
     """
     expect("text", text, str, "the JSON that to_json wrote")
     try:
-        found = json.loads(text, object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
+        found = parsed(functools.partial(json.loads, object_pairs_hook=_once), text)
+    except ValueError as error:
         raise ValueError(f"a plan must be JSON, as to_json writes it; {error}.") from error
     expect("a plan in JSON", found, dict, "an object")
     if found.pop("format", None) != _FORMAT:
@@ -80,7 +81,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{name} is there twice in a plan in JSON: leave one of them.")
+            raise ValueError(f"{name} is there twice: leave one of them")
     return dict(pairs)
 
 

@@ -169,10 +169,21 @@ def test_no_alarm_on_a_loss():
     check(models.mlp(), loss=wide_by_design, method="book_keeping").raise_if_violated()
 
 
-def test_no_alarm_on_convolutions_and_wide_modules_of_8_bits():
+def test_no_alarm_on_convolutions_of_8_bits():
     check(layers.case("conv1d_all"), FLOAT8).raise_if_violated()
-    policy = dp.parse_policy(f"{FLOAT8},module:layers.1=bfloat16:wide")
-    check(models.mlp(), policy).raise_if_violated()
+
+
+@pytest.mark.parametrize("rule", ["bfloat16:wide", "float32"])
+def test_products_of_a_wide_module_are_in_its_compute_dtype(rule):
+    """A rule of float32 in a policy of 8 bits says so, too."""
+    # The innermost rule counts: the first layer multiplies in 8 bits.
+    policy = dp.parse_policy(f"{FLOAT8},module:layers.0=bfloat16,module:MLP={rule}")
+    report = check(models.mlp(), policy)
+    report.raise_if_violated()
+    assert {(at, dtype) for at, dtype in in_loss(report) if at.startswith("forward in")} == {
+        ("forward in layers.0", "float8_e4m3fn"),
+        ("forward in MLP", rule.partition(":")[0]),
+    }
 
 
 def test_no_alarm_on_what_follows_the_noise():

@@ -27,7 +27,7 @@ def jmp_texts():
         yield f"{key}={name}"
 
 
-@pytest.mark.filterwarnings("ignore:policy .*half is float16")
+@pytest.mark.filterwarnings("ignore:.*float16 without a loss scale")
 def test_reads_all_that_jmp_reads_as_jmp_does():
     with jax.enable_x64(True):
         texts = set(jmp_texts())

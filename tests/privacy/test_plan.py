@@ -425,6 +425,7 @@ def test_json_of_earlier_releases_is_read():
         ("{steps: 3}", "must be JSON"),
         ("[1, 2]", "must be an object; found"),
         ('{"steps": 1, "steps": 2}', "steps is there twice"),
+        *((f'{{"steps": {"[" * n}{"]" * n}}}', "must be JSON.* 100 deep") for n in (500, 10_000)),
         ({"sampling": {"kind": "bins"}}, "sampling must have a kind of poisson.*found 'bins'"),
         ({"sampling": {"kind": "poisson", "cycle": 3}}, "unknown in sampling of .*: cycle"),
         ({"sampling": {"kind": "balls_in_bins"}}, "missing in sampling of .*: cycle"),

@@ -409,6 +409,7 @@ def of_start(directory, number):
 LEDGERS = {
     "missing": (Path.unlink, "is missing"),
     "all missing": (lambda file: shutil.rmtree(file.parent), "is missing"),
+    "nested": (lambda file: file.write_text('{"a":' * 500 + "1" + "}" * 500), "100 deep"),
     "empty": (lambda file: file.write_text(""), "cannot be used"),
     "fewer steps": (edited(steps=3), "says 3 steps, and 4 steps of that start are known"),
     "negative": (edited(steps=-4), "'steps' is missing, or wrong"),
