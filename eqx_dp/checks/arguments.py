@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import DictKey, SequenceKey, tree_leaves_with_path
 
 from ..paths import dotted
@@ -22,17 +21,6 @@ class Argument(NamedTuple):
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
-
-
-def traceable(tree: PyTree[Any]) -> PyTree[Any]:
-    """The same, with shapes for numpy arrays, which would become constants of the program."""
-
-    def of(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray):
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-    return jax.tree.map(of, tree)
 
 
 def arguments_of(
@@ -124,4 +112,6 @@ def arrays_in(tree: PyTree[Any]) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def _kind(leaf: Any) -> _Kind:
-    return tuple(leaf.shape), jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return tuple(leaf.shape), True
+    return tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)

@@ -13,9 +13,10 @@ from ..expected import expect, function
 from ..paths import dotted
 from ..privacy import PrivacyPlan, Sampler
 from ..programs import users_line
+from ..sharding import check_whole
 from ..shown import shown, some
 from ..trees import is_key
-from .arguments import Argument, arguments_of, arrays_in, next_arguments, traceable, under
+from .arguments import Argument, arguments_of, arrays_in, next_arguments, under
 from .facts import Fact, Kind, Ref, key_bytes
 from .flow import Context
 from .keys import FIRST, Along, Key, Number
@@ -138,7 +139,8 @@ call's model is made of it |
 
     Raises:
         ValueError: `private` or `public_rows` is missing, or names nothing; `disclose` or `kept`
-            matches no result; `plan` is no plan.
+            matches no result; `plan` is no plan; the step runs on devices of several processes, and
+            a private argument is an array of this process alone.
     """
     own_plan = getattr(fn, "plan", None)
     if isinstance(own_plan, PrivacyPlan):  # of make_step: step(state, *batch, mask)
@@ -146,12 +148,14 @@ call's model is made of it |
         plan = own_plan if plan is None else plan
     expect("plan", plan, (PrivacyPlan, type(None)), "a PrivacyPlan or None")
     function("fn", fn, "the step")
-    args, kwargs = traceable((args, kwargs))
     arguments = arguments_of(fn, args, kwargs)
     is_private = under(arguments, private, "private")
     if not any(is_private):
         raise ValueError("private must say which arguments hold private data: by places or names.")
     has_rows = under(arguments, public_rows, "public_rows")
+    arrays = [leaf for _, leaf in arrays_in((args, kwargs))]
+    rows = [leaf for leaf, its in zip(arrays, is_private, strict=True) if its]
+    check_whole(jax.sharding.get_mesh(), rows, arrays)
     try:
         program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:

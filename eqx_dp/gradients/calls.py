@@ -232,7 +232,7 @@ def specs_of(
         ValueError: the rules do not fit the mesh in context, the model, or the batch.
     """
     check_context(rules)
-    rules.check_examples(examples.num_examples)
+    rules.check_examples(examples.num_examples, (examples.batch, examples.is_padding_example))
     specs = rules.specs(model)
 
     def of(part: PyTree[Any]) -> list[PartitionSpec]:

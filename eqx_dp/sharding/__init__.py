@@ -9,6 +9,7 @@ from .boundary import on_device as on_device
 from .boundary import over_devices as over_devices
 from .constraints import constraints_of as constraints_of
 from .rules import ShardingRules as ShardingRules
+from .rules import check_whole as check_whole
 from .rules import checked_rules as checked_rules
 from .shards import Cut as Cut
 from .shards import Shard as Shard

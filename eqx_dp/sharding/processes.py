@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
 
 
 def local_shards(mesh: Mesh, examples: Sequence[str]) -> int:
@@ -15,7 +14,10 @@ def local_shards(mesh: Mesh, examples: Sequence[str]) -> int:
         ValueError: devices of several processes hold the same part. Each process would give it
             different examples, and several examples would share one slot.
     """
-    of_parts = _processes(mesh, examples)
+    of_devices = np.array([device.process_index for device in mesh.devices.flat], np.int64)
+    axes = [mesh.axis_names.index(axis) for axis in examples]
+    by_part = np.moveaxis(of_devices.reshape(mesh.devices.shape), axes, range(len(axes)))
+    of_parts = by_part.reshape(int(np.prod(by_part.shape[: len(axes)])), -1)
     if np.any(of_parts != of_parts[:, :1]):
         others = [axis for axis in mesh.axis_names if axis not in examples]
         raise ValueError(
@@ -24,11 +26,3 @@ def local_shards(mesh: Mesh, examples: Sequence[str]) -> int:
             "Lay out the mesh so that the devices along these axes belong to one process."
         )
     return int(np.sum(of_parts[:, 0] == jax.process_index()))
-
-
-def _processes(mesh: Mesh, examples: Sequence[str]) -> Int[np.ndarray, "parts others"]:
-    """The process of each device that holds a part of the examples."""
-    of_devices = np.array([device.process_index for device in mesh.devices.flat], np.int64)
-    axes = [mesh.axis_names.index(axis) for axis in examples]
-    by_part = np.moveaxis(of_devices.reshape(mesh.devices.shape), axes, range(len(axes)))
-    return by_part.reshape(int(np.prod(by_part.shape[: len(axes)])), -1)

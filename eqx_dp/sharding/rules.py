@@ -93,10 +93,8 @@ class ShardingRules:
                 f"mesh has Manual axes ({mesh}); axes must be Auto or Explicit. The clipped "
                 "gradient makes the shard_map over the example axes itself."
             )
-        object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "examples", example_axes(mesh, examples))
-        object.__setattr__(self, "params", path_rules(mesh, params))
-        object.__setattr__(self, "accumulators", accumulators)
+        vars(self).update(mesh=mesh, examples=example_axes(mesh, examples))
+        vars(self).update(params=path_rules(mesh, params), accumulators=accumulators)
 
     @property
     def num_shards(self) -> int:
@@ -127,7 +125,7 @@ class ShardingRules:
                 a dimension over axes that do not divide it.
         """
         leaves = jax.tree_util.tree_leaves_with_path(model)
-        names = [dotted(path) for path, leaf in leaves if _has_shape(leaf)]
+        names = [dotted(path) for path, leaf in leaves if is_array_or_shape(leaf)]
         patterns = [pattern for pattern, _ in self.params]
         unmatched = [one for one in patterns if not any(matches(one, name) for name in names)]
         if unmatched:
@@ -238,8 +236,8 @@ class ShardingRules:
         def spread(path: tuple[Any, ...], leaf: Any) -> Any:
             name = below("batch", path)
             is_text = getattr(getattr(leaf, "dtype", None), "kind", None) in list("OSUMm")
-            if not _is_placeable(leaf) or is_text or leaf.ndim <= axis:
-                found = shown(leaf) if _is_placeable(leaf) else f"of type {type(leaf).__name__}"
+            if not eqx.is_array(leaf) or is_text or leaf.ndim <= axis:
+                found = shown(leaf) if eqx.is_array(leaf) else f"of type {type(leaf).__name__}"
                 raise ValueError(
                     f"{name} is {found}: everything in a batch is an array of numbers with "
                     f"examples along its {which} axis. Close over everything else in the loss."
@@ -251,25 +249,28 @@ class ShardingRules:
 
         return cast(T, jax.tree_util.tree_map_with_path(spread, batch))
 
-    def check_examples(self, num_examples: int) -> None:
-        """Refuses a number of examples that the example axes do not divide.
+    def check_examples(self, num_examples: int, batch: PyTree[Any] = ()) -> None:
+        """Refuses a batch that is not one whole, or that the example axes do not divide.
 
         Args:
-            num_examples: how many examples a batch has.
+            num_examples: how many examples it has.
+            batch: its arrays, the mask among them.
 
         Raises:
-            ValueError: the axes do not divide it; the message names a `pad_to` that works.
+            ValueError: the axes do not divide it, and the message names a `pad_to` that works; or
+                an array is one process's own, and the mesh has devices of several.
         """
+        check_whole(self.mesh, batch)
         self._check_divides(num_examples, self.num_shards, "The batch")
 
     def _check_divides(self, num_examples: int, parts: int, name: str) -> None:
         if num_examples % parts:
             raise ValueError(
                 f"{name} has {num_examples} examples, which do not divide over the {parts} devices "
-                f"of {axes_text(self.examples, 'example ')}. Pad it: a sampler with pad_to={parts} "
-                f"gives a multiple (plan.sampler(..., pad_to={parts})), here "
-                f"{-(-num_examples // parts) * parts}, and is_padding_example marks the slots that "
-                "were added."
+                f"of {axes_text(self.examples, 'example ')}. Pad it: plan.sampler(..., pad_to="
+                f"{parts}) gives a multiple, here {-(-num_examples // parts) * parts}, and "
+                "is_padding_example marks the slots that were added. (Several processes put the "
+                "parts of a batch together by rules.shard_batch, before the step.)"
             )
 
     def local_shards(self) -> int:
@@ -278,7 +279,7 @@ class ShardingRules:
 
     def _place(self, tree: PyTree[Any], specs: PyTree[PartitionSpec | None]) -> PyTree[Any]:
         def of_leaf(spec: PartitionSpec | None, leaf: Any) -> Any:
-            return leaf if spec is None or not _is_placeable(leaf) else self.place(leaf, spec)
+            return leaf if spec is None or not eqx.is_array(leaf) else self.place(leaf, spec)
 
         return jax.tree.map(of_leaf, specs, tree, is_leaf=lambda spec: spec is None)
 
@@ -335,21 +336,37 @@ def _specs_of(
 ) -> PyTree[PartitionSpec | None]:
     """A tree of the specs of arrays, by path and shape; None where there is no array."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: spec(path, leaf.shape) if _has_shape(leaf) else None, tree
+        lambda path, leaf: spec(path, leaf.shape) if is_array_or_shape(leaf) else None, tree
     )
 
 
-def _has_shape(leaf: Any) -> bool:
-    """Whether a leaf of a model is an array, or the shape of one."""
-    return is_array_or_shape(leaf) or isinstance(leaf, np.ndarray)
-
-
-def _is_placeable(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+def _spans(leaf: Any) -> bool:
+    """Whether an array is known to be on several processes."""
+    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_known and not leaf.is_fully_addressable
 
 
 def _is_whole(leaf: Any) -> bool:
-    """Whether an array already spans all processes, and is not one process's part."""
-    if jax.process_count() == 1 or isinstance(leaf, jax.core.Tracer):
-        return True
-    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    """Whether an array is not one process's part."""
+    is_shape = isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
+    return jax.process_count() == 1 or is_shape or _spans(leaf)
+
+
+def check_whole(mesh: Mesh, batch: PyTree[Any], beside: PyTree[Any] = ()) -> None:
+    """Refuses arrays of one process alone, if the mesh, or an array beside them, is on several.
+
+    JAX takes such an array for the same on all processes, and each device computes its slice of
+    it: with two processes, half of the examples of each would enter.
+
+    Raises:
+        ValueError: there is such an array in the batch.
+    """
+    # The one device of an empty mesh is None.
+    processes = {device and device.process_index for device in mesh.devices.flat}
+    is_spread = len(processes) > 1 or any(map(_spans, jax.tree.leaves(beside)))
+    if is_spread and not all(map(_is_whole, jax.tree.leaves(batch))):
+        raise ValueError(
+            "The batch is this process's own, and the step runs on devices of several: only a part "
+            "of each one's examples would enter. Put all parts together, the mask as well: "
+            "rules.shard_batch((x, y, is_padding_example))."
+        )

@@ -209,6 +209,8 @@ class Step(Generic[Model]):
         """
         flat, batch = FlatState.of(state), (x, *more)
         refuse_used_up("batch", batch)
+        if (rules := self.grad_fn.sharding) is not None:
+            rules.check_examples(len(is_padding_example), (batch, is_padding_example))
         after = self._next(flat, batch, is_padding_example).state
         # JAX may read a numpy array in place, and the caller may overwrite it after the call: copy.
         return after if isinstance(after.step, Tracer) else jax.block_until_ready(after)
