@@ -121,12 +121,15 @@ def filter_clipped_grad(
             loss's own sharding constraints are moved outside the per-example boundary. None for one
             device, or for a loss without sharding constraints.
         filter_spec: which leaves are trained, as in `eqx.partition`: a function of a leaf, or a
-            tree prefix of booleans. Other leaves cost no gradient and are None in the result. A
+            tree prefix of booleans, where True above a module means its floating-point arrays.
+            Other leaves cost no gradient and are None in the result. A
             function selects nothing in an `eqx.nn.State` (running statistics), nor the initial
             values in an `eqx.nn.StateIndex`; True in a tree does.
         has_aux: whether `fun` returns `(loss, aux)`.
         keep_batch_dim: whether `fun` is written for a batch. It then gets batches of one, and aux
-            leaves that start with that axis of length one lose it.
+            leaves that start with that axis of length one lose it. Not for a loss that compares
+            rows (a contrastive loss, batch norm by hand): on one row it is constant, and only noise
+            trains. Make a group of rows one example instead. `explain` and `Trainer` warn.
         rescale_to_unit_norm: divide each clipped gradient by its clip norm, so that the learning
             rate does not depend on the clip norm.
         normalize_by: a public number > 0 that the sum is divided by, for instance the expected

@@ -106,13 +106,14 @@ def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Mo
 
     Layers write an `eqx.nn.State` (for example running statistics), and gradient descent must not
     change it. A function gets a leaf and not its place in the tree, so it selects only parameters;
-    True in a tree of booleans may select state as well.
+    True in a tree of booleans may select state as well. True above a part of the model means the
+    floating-point arrays in it: activation functions, integers and Python numbers stay as they are.
 
     | filter_spec | of an `eqx.nn.State`, a `StateIndex.init` |
     |---|---|
     | a function of a leaf (the default is one) | nothing is trained |
     | a tree, a function above the state | nothing is trained |
-    | a tree, True above the state | all of it is trained |
+    | a tree, True above the state | all of its floating-point arrays are trained |
     | a tree, True or a function inside of it | what it selects is trained |
 
     Args:
@@ -128,7 +129,10 @@ def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Mo
 
     def without_state(spec: Any, part: PyTree[Any]) -> Any:
         if isinstance(spec, bool):
-            return spec
+            is_leaf = jax.tree_util.all_leaves([part])
+            return (
+                spec if is_leaf else jax.tree.map(lambda x: spec and eqx.is_inexact_array(x), part)
+            )
         if not callable(spec):
             raise ValueError(
                 "filter_spec must be a function of a leaf, or a tree of booleans and functions; "

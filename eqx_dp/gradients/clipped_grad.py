@@ -40,7 +40,7 @@ from .calls import PerExample, Prepared, run, specs_of
 from .choice import DeviceBatch, choose, leaf_costs
 from .clip import TracedLoss
 from .methods import clipped_sum
-from .program import Inputs, Options, activation_bytes, check_key, refuse_batch_norm, trace
+from .program import Inputs, activation_bytes, check_key, refuse_batch_norm, trace
 from .taps import find_uses
 
 Key = PRNGKeyArray | UInt32[Array, " words"]
@@ -231,9 +231,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
                 params, frozen = (cast_parameters(part, policy) for part in (params, frozen))
         of_one = None if specs is None else specs.of_one
         inputs = Inputs(params, frozen, static, *examples.one(), of_one)
-        has_aux, keep_batch_dim = configuration.has_aux, configuration.keep_batch_dim
-        options = Options(has_aux, keep_batch_dim, policy, rules, configuration.augmentations)
-        program = trace(self._fun, options, inputs)
+        program = trace(self._fun, configuration._replace(policy=policy), inputs)
         leaves, others = jax.tree.leaves(params), jax.tree.leaves(frozen)
         sizes = [leaf.size for leaf in leaves]
         is_spread = list(specs.is_cut) if specs is not None else [False] * len(leaves)

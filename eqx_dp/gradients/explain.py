@@ -9,6 +9,7 @@ import jax
 import jax.extend.core as jex_core
 
 from ..expected import expect
+from ..isolation import warn_if_zero
 from ..privacy import PrivacyPlan, SampleSize
 from ..programs import Call, Scan, inside, matmul_flops
 from ..sharding import Cut, ShardingRules, cut_of, keeps_parts, on_device
@@ -125,7 +126,9 @@ def explain(
 ) -> Explanation:
     """Explains how the engine finds the norm and the sum of every trainable leaf, and their cost.
 
-    Nothing is computed: the loss is traced, on shapes alone.
+    The loss is traced, on shapes alone. Nothing is computed, but for a loss with `keep_batch_dim`
+    and without sharding rules: its gradient on a made-up row with made-up parameters, if these are
+    at most 2^24 numbers and it has no loop of unknown length.
 
     Args:
         grad_fn: what `filter_clipped_grad` returned.
@@ -144,13 +147,19 @@ def explain(
 
     Raises:
         ValueError: `grad_fn` is something else; and as for `grad_fn`.
+
+    Warns:
+        UserWarning: that gradient is zero: the loss compares rows, and only noise would train.
     """
     if plan is not None:
         expect("plan", plan, PrivacyPlan, "a dp.PrivacyPlan, or None")
         grad_fn = checked_grad_fn(grad_fn).of_samples(plan.batches)
     found = described(grad_fn, model, batch, key, is_padding_example)
     choice, num_examples = found.choice, found.examples.num_examples
-    accumulate = str(found.traced.accumulate_dtype)
+    gradient = _gradient(found, grad_fn.sharding)
+    configuration = grad_fn._configuration  # pyright: ignore[reportPrivateUsage]
+    if configuration.keep_batch_dim and configuration.sharding is None:
+        warn_if_zero(gradient)
     return Explanation(
         tuple(
             Row(
@@ -159,7 +168,7 @@ def explain(
                 cost.way,
                 reason,
                 str(param.dtype),
-                accumulate,
+                str(found.traced.accumulate_dtype),
                 cost.flops * num_examples,
                 cost.bytes * found.at_once,
             )
@@ -173,18 +182,18 @@ def explain(
         found.num_shards,
         choice.reason,
         choice.batch.sample,
-        _flops(found, grad_fn.sharding),
+        float(num_examples * matmul_flops(gradient)),
     )
 
 
-def _flops(call: Prepared, rules: ShardingRules | None) -> float:
+def _gradient(call: Prepared, rules: ShardingRules | None) -> jex_core.ClosedJaxpr:
+    """The gradient of the loss of one example, traced on shapes."""
     program, count = call.traced.program, len(call.sums)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.jaxpr.in_avals]
     run: Any = jex_core.jaxpr_as_fun(program.run())
     of_one = jax.grad(lambda params, rest: run(*params, *rest)[0])
     with on_device(rules):
-        gradient = jax.make_jaxpr(of_one)(shapes[:count], shapes[count:])
-    return float(call.examples.num_examples * matmul_flops(gradient))
+        return jax.make_jaxpr(of_one)(shapes[:count], shapes[count:])
 
 
 def described(

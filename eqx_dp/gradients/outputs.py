@@ -34,6 +34,7 @@ def argument_name(path: tuple[Any, ...]) -> str:
     return below(f"batch argument {index.idx}", tuple(rest))
 
 
+_NOT_IF_COMPARED = "(not if it compares rows: then a group of rows is one example)"
 _NO_GRADIENT = (
     "If that is its gradient, give the loss itself, before eqx.filter_grad, "
     "eqx.filter_value_and_grad or jax.grad: the clipped gradient takes their place."
@@ -74,8 +75,8 @@ def check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[A
         )
     raise NoScalar(
         f"The loss of one example must be a scalar; its shape is {jnp.shape(loss)}. Reduce it with "
-        "jnp.mean or jnp.sum; a loss written for a whole batch needs keep_batch_dim=True. "
-        f"{_NO_GRADIENT}"
+        "jnp.mean or jnp.sum; a loss written for a whole batch needs keep_batch_dim=True "
+        f"{_NOT_IF_COMPARED}. {_NO_GRADIENT}"
     )
 
 
@@ -157,10 +158,10 @@ def _todo_for_a_batch(trace: Callable[[], object]) -> str | None:
     try:
         trace()
     except NoScalar:
-        return "Pass keep_batch_dim=True, and let it return the mean over the batch"
+        return f"Pass keep_batch_dim=True {_NOT_IF_COMPARED}, and let it return the mean"
     except Exception:  # any error of the loss: the first one is reported
         return None
-    return "Pass keep_batch_dim=True"
+    return f"Pass keep_batch_dim=True {_NOT_IF_COMPARED}"
 
 
 def _described(example: tuple[PyTree[jax.ShapeDtypeStruct], ...]) -> str:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..paths import below
-from ..precision import Policy, inside_engine, matmul_precision
+from ..precision import inside_engine, matmul_precision
 from ..programs import (
     CHEAP,
     REARRANGED,
@@ -24,7 +24,8 @@ from ..programs import (
     with_masked_products,
     without_ones,
 )
-from ..sharding import Argument, ShardingRules, constraints_of, example_program
+from ..sharding import Argument, constraints_of, example_program
+from .arguments import Configuration
 from .narrow_products import Narrow, narrow_products
 from .outputs import check_aux, check_output, drop_axis_of_one, explain_failure
 
@@ -52,16 +53,6 @@ class Program(NamedTuple):
     def run(self) -> jex_core.ClosedJaxpr:
         """The program to evaluate, with its narrow products."""
         return self.jaxpr if self.narrow is None else self.narrow.program(self.jaxpr)
-
-
-class Options(NamedTuple):
-    """How the user's function is to be called on one example."""
-
-    has_aux: bool
-    keep_batch_dim: bool
-    policy: Policy | None
-    sharding: ShardingRules | None
-    augmentations: int = 1
 
 
 class Inputs(NamedTuple):
@@ -103,7 +94,7 @@ class Inputs(NamedTuple):
         ]
 
 
-def trace(fun: Callable[..., Any], options: Options, inputs: Inputs) -> Program:
+def trace(fun: Callable[..., Any], options: Configuration, inputs: Inputs) -> Program:
     """Traces the user's loss, `fun(model, *example[, key=...])`, on one example.
 
     Raises:

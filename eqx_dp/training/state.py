@@ -6,7 +6,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -157,9 +156,7 @@ def copied(tree: T) -> T:
     Optimizers may hold a parameter, or one array twice. A step donates every buffer of its state,
     and the same one cannot be donated twice.
     """
-    return jax.tree.map(
-        lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf, tree
-    )
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, tree)
 
 
 def strong(tree: T) -> T:

@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from typing import Any, Generic, SupportsIndex, TypeAlias, TypeVar
 
+import jax
+
 from .. import expected
 from ..checks import check_precision, check_privacy
 from ..expected import entries, expect, flag, function, whole_number
 from ..files import going_on, write_json
+from ..gradients import explain, takes_key
 from . import events
 from .checkpoints import Checkpoints, restored
 from .data import Batches
@@ -233,6 +236,10 @@ class Trainer(Generic[Model]):
         state = step._begun(step._recipe.form(first), 0, b"a check")
         examples, mask = step.shard_batch(self._batches.zeros())
         step.lower(state, *examples, is_padding_example=mask)
+        if step.grad_fn._configuration.keep_batch_dim:  # a loss that compares rows gets a warning
+            has_key, _ = takes_key(step.grad_fn.__wrapped__, 1 + len(examples))
+            key = jax.random.key(0) if has_key else None
+            explain(step.grad_fn, state.model, *examples, key=key)
         reports: dict[str, Any] = {"precision": None, "privacy": None}
         if (policy := step.grad_fn.policy) is not None:
             reports["precision"] = check_precision(

@@ -1,6 +1,7 @@
 """What the engine says of its choices, and that everyone who asks is told the same."""
 
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -145,3 +146,43 @@ def test_everyone_who_asks_with_a_plan_is_told_the_same():
     # The function that was asked about is as it was: it wants no mask.
     grad_fn(CASE.model, *CASE.batch(2))
     assert dp.explain(grad_fn, CASE.model, *batch).sample is None
+
+
+# Rows that are compared: on a batch of one nothing is left to compare.
+
+
+def clip(model, x):
+    """Images against texts: each row's own pair against those of other rows."""
+    image, text = jax.vmap(model)(x), x[:, :3]
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(image @ text.T)))
+
+
+def simclr(model, x, key):
+    """Two views of each row, against the views of other rows."""
+    views = jax.vmap(model)(jnp.concatenate([x, x + jax.random.normal(key, x.shape)]))
+    similar = views @ views.T - 1e9 * jnp.eye(len(views))
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(similar), len(x)))
+
+
+def normed(model, x):
+    """The variance within a batch, by hand."""
+    return jnp.mean(jnp.var(jax.vmap(model)(x), axis=0))
+
+
+ROWS, OF_BATCH = jnp.ones((8, 6)), {"l2_clip_norm": 1.0, "keep_batch_dim": True}
+
+
+@pytest.mark.parametrize("loss", [clip, simclr, normed, lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2)])
+def test_a_loss_that_compares_rows_gives_a_warning(loss):
+    key = jax.random.key(0) if loss is simclr else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        dp.explain(dp.filter_clipped_grad(loss, **OF_BATCH), CASE.model, ROWS, key=key)
+    is_compared = loss in (clip, simclr, normed)
+    assert ["compares rows" in str(one.message) for one in caught] == [True] * is_compared
+
+
+def test_a_trainer_gives_that_warning():
+    step = dp.make_step(simclr, optax.sgd(0.1), PLAN, num_examples=8, **OF_BATCH)
+    with pytest.warns(UserWarning, match="compares rows"):
+        dp.Trainer(step, (ROWS,), progress=False).run(CASE.model, steps=0)

@@ -1,5 +1,6 @@
 """Leaves that are not trained come back None, and do not count."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,3 +58,11 @@ def test_a_leaf_that_the_loss_does_not_use_changes_nothing(method):
     alone, expected = jax.jit(grad_fn)({"used": model["used"], "unused": jnp.ones(1)}, x)
     assert jnp.array_equal(grads["used"], expected["used"])
     assert jnp.array_equal(per_example.grad_norm, alone.grad_norm)
+
+
+def test_true_above_a_module_means_its_floating_point_arrays():
+    model = {"a": models.mlp().model, "b": jnp.arange(2)}  # the activation function stays
+    options = {"l2_clip_norm": 1.0, "filter_spec": {"a": True, "b": False}}
+    grads = jitted.grad(lambda m, x: jnp.sum(m["a"](x)), **options)(model, jnp.ones((2, 6)))
+    trained = eqx.filter(model["a"], eqx.is_array)
+    assert jax.tree.structure(grads) == jax.tree.structure({"a": trained, "b": None})

@@ -199,14 +199,8 @@ BEYOND_A_SCHEMA = {
 NO_TOML = {
     "not TOML": ("dtypes: float32", "file: found no TOML .*line 1.*; allowed: a TOML file"),
     "repeated table": (DTYPES + DTYPES, "file: found no TOML"),
-    **{
-        f"nested {depth} deep, {kind}": (content(depth), "file: found no TOML .*more than 100 deep")
-        for depth in (101, 900, 3_000)
-        for kind, content in (
-            ("lists", lambda n: f"description = {'[' * n}{']' * n}"),
-            ("a table", lambda n: f"description.{'.'.join('a' * n)} = 1"),
-        )
-    },
+    "nested lists": ("x = " + "[" * 900 + "]" * 900, "file: found no TOML .*more than 100 deep"),
+    "nested tables": (f"x.{'.'.join('a' * 3_000)} = 1", "file: found no TOML .* 100 deep"),
     "not UTF-8": (b"description = '\xff'", "file: found no TOML .*utf-8.*; allowed: .*in UTF-8"),
 }
 
