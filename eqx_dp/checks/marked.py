@@ -175,8 +175,7 @@ def noise(
         found = "noise is mapped, is another one on each device, or its key or state is not its own"
         advice = "Add noise in a plain call, on the sum of all devices; return its state as it is."
         record.note(context, "fresh noise", found, advice, is_decided=False)
-        lost = [_lost(inputs, "noised", context.line)] * counts[1]
-        return lost + kept
+        return [_lost(inputs, "noised", context.line)] * counts[1] + kept
     key = rest[0].key or Key(None)
     if mark.has_step:  # else the key must be for nothing else, and counts as it is
         key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
@@ -195,7 +194,7 @@ def noise(
         batches = {record.sources[term.leaf[0]].loops for row in rows for term in row}
         loops = batches.pop() if len(batches) == 1 else frozenset[Hashable]()
         record.releases[used] = Release(
-            rows, mark.stddev, mark.correlation, is_exact, loops, context
+            rows, mark.stddev, mark.correlation, is_exact, loops, context, mark.is_certified
         )
     return found + kept
 

@@ -40,6 +40,7 @@ class Release(NamedTuple):
         is_exact: whether the bounds of the rows are reached.
         loops: in whose turns it is of other batches.
         context: where.
+        is_certified: whether the noise is the one that is proven.
     """
 
     rows: tuple[Row, ...]
@@ -48,6 +49,7 @@ class Release(NamedTuple):
     is_exact: bool
     loops: frozenset[Hashable]
     context: Context
+    is_certified: bool
 
 
 def linear(context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:

@@ -72,6 +72,8 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
             notes.append(f"filter_clipped_grad is given no mask at {line}: no row may be padding")
     if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
         notes.append("there is more noise than the plan accounts for")
+    if not all(release.is_certified for release in record.releases.values()):
+        notes.append("the noise is not certified, so epsilon is not proven: plan.uncertified_delta")
     if any(source.loops for source in record.sources.values()):
         notes.append("arguments are read as stacks of batches, each of them a sample of its own")
     private = [result for result in step.results if not result.fact.is_public]
@@ -168,9 +170,8 @@ def _against_plan(
         return []
     lines = " and ".join(dict.fromkeys(release.context.line for release in releases))
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
-        is_tight = not record.is_noised_again and all(
-            release.is_exact and not release.context.is_branch for release in releases
-        )
+        is_tight = all(one.is_exact and not one.context.is_branch for one in releases)
+        is_tight = is_tight and not record.is_noised_again
         stddev = min(release.stddev for release in releases)
         sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
         least, most = ("", "") if is_tight else ("at least ", "at most ")
@@ -231,8 +232,7 @@ def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
         if use.what not in ("noise", "slots"):
             continue
         for loop in (*(loop.path for loop in use.context.loops), CALLS):
-            is_fresh = is_new(use.key, loop, calls)
-            if not is_fresh:
+            if not (is_fresh := is_new(use.key, loop, calls)):
                 found.append(_stale(use, loop == CALLS, is_fresh is False))
         for other, another in uses.items():
             is_of_slots = use.what == "slots" and another.what in ("noise", "loss", "slots")

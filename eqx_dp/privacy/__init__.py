@@ -25,6 +25,7 @@ from .noise import NoiseMark as NoiseMark
 from .noise import add_noise as add_noise
 from .noise import gaussian_privatizer as gaussian_privatizer
 from .noise import no_past as no_past
+from .noise_key import noise_key as noise_key
 from .plan import PrivacyPlan as PrivacyPlan
 from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback, multihost_utils
 from jaxtyping import PRNGKeyArray
 from wadler_lindig import TextDoc
@@ -182,32 +181,28 @@ def shape_of_keys(keys: Any) -> tuple[int, ...] | None:
         return None
 
 
-@custom_vmap
-def of_one_model(params: Any) -> Any:
-    """Returns the parameters; an error under `vmap`, where all models would share a key."""
-    return params
+def outside_of_programs(key: PRNGKeyArray | None) -> PRNGKeyArray:
+    """The given key, or a fresh one. A compiled `init` asks the host for it at each call.
 
+    So no program holds it, nor a printed form of the program, nor JAX's cache of programs on disk.
+    (But a program for several hosts holds a key that was given.)
+    """
 
-@of_one_model.def_vmap
-def _(size: int, is_batched: Any, params: Any) -> Any:
-    raise ValueError(
-        f"init is under vmap: {size} models would get one key, and so the same noise. Call "
-        "optimizer.init for each model, and stack the states."
-    )
+    def own() -> PRNGKeyArray:
+        return key_from_secret(fresh_secret(), "noise") if key is None else key
 
+    hosts, is_traced = jax.process_count(), isinstance(jnp.zeros(()), Tracer)
+    if not is_traced or isinstance(key, Tracer) or (key is not None and hosts > 1):
+        return own()
 
-def fresh_noise_key() -> PRNGKeyArray:
-    """A fresh key for the noise; if `init` is compiled, each call draws one."""
-    if not isinstance(jnp.zeros(()), Tracer):
-        return key_from_secret(fresh_secret(), "noise")
-
-    def draw() -> np.ndarray[Any, Any]:
-        if jax.process_count() > 1:
+    def words() -> np.ndarray[Any, Any]:
+        if hosts > 1:
             raise ValueError("on several hosts call optimizer.init outside of jit, or give a key")
-        return np.asarray(jax.random.key_data(key_from_secret(fresh_secret(), "noise")))
+        return np.asarray(jax.random.key_data(own()))
 
-    words = io_callback(draw, jax.ShapeDtypeStruct((8,), jnp.uint32))
-    return jax.random.wrap_key_data(words, impl=GENERATORS[12])
+    impl = GENERATORS[12] if key is None else jax.random.key_impl(key)
+    shape = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+    return jax.random.wrap_key_data(io_callback(words, shape), impl=impl)
 
 
 def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
@@ -222,4 +217,15 @@ def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
             f"number or bytes; found an array of shape {key.shape} and dtype {key.dtype}. Of "
             "several keys (jax.random.split) take one."
         )
+    if "rbg" in str(jax.random.key_impl(key)):
+        raise ValueError(
+            "key is one of rbg or unsafe_rbg, whose numbers differ under vmap and between devices, "
+            "and are those of no cipher. Take the secret itself, a number or bytes; or "
+            'jax.random.key(seed, impl="threefry2x32").'
+        )
+    if not isinstance(key, Tracer) and getattr(key, "is_fully_addressable", True):
+        with jax.ensure_compile_time_eval():
+            words = np.asarray(jax.random.key_data(key))
+        if np.count_nonzero(words) <= 1:  # as jax.random.key(seed) makes them
+            warn_of_small("key", 0)
     return cast(PRNGKeyArray, key)

@@ -1,7 +1,6 @@
 """Gaussian noise on a clipped sum of gradients."""
 
 import collections
-from collections.abc import Sequence
 from typing import Any, NamedTuple, SupportsFloat, cast
 
 import jax
@@ -19,18 +18,17 @@ from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
 from ..shown import shapes
 from ..trees import PyTree
-from .gaussian import Leaf, Past, is_wide, with_certified_noise, with_noise_of_jax
+from .gaussian import Leaf, Past, can_certify, with_certified_noise, with_noise_of_jax
 from .keys import (
     Secret,
-    fresh_noise_key,
-    of_one_model,
+    outside_of_programs,
     printed_without_key,
     refuse_to_pickle,
-    shape_of_keys,
     single_key,
     words_of,
 )
 from .noise_checks import check_arrays_alone, check_range, checked_gradient, static_stddev
+from .noise_key import noise_key
 from .strategies import Banded
 
 
@@ -117,7 +115,7 @@ def gaussian_privatizer(
     | one privatizer serves several groups of a tree's leaves | every leaf has its own noise |
     | a leaf moves to another place in the tree, or gets another shape | it gets other noise |
     | the policy's noise dtype is narrower than float32 (unsafe) | noise as by `certified=False` |
-    | a TPU, whose float64 is not that of IEEE 754 | refused, unless `certified=False` |
+    | lowered for other than a CPU, CUDA or ROCm (a TPU) | refused, unless `certified=False` |
     | a leaf has more than 2^32 entries | refused |
     | a key of another generator | 256 bits are drawn with it; no harder to guess than it was |
     | `correlation`, and noise that is not certified | refused |
@@ -160,10 +158,8 @@ def gaussian_privatizer(
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
         check_arrays_alone(params)
-        if root is None:
-            of_one_model(params)
         # A copy, because a step that donates its state would delete the caller's key.
-        own = fresh_noise_key() if root is None else jnp.copy(root)
+        own = noise_key(jnp.copy(outside_of_programs(root)), "init")
         return GaussianPrivatizerState(own, jnp.zeros((), jnp.int32), no_past(params, known, rules))
 
     def update(
@@ -223,8 +219,9 @@ def add_noise(
             is refused as in the table above.
     """
     scale = static_stddev(stddev)
-    if shape_of_keys(key) != ():
-        single_key(key)
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise ValueError(f"key must be one key, not a secret; found a {type(key).__name__}.")
+    single_key(key)
     how = _How(scale, "eqx_dp add_noise", None, None, certified)
     return _noisy(tree, (key, None), how, ())[0]
 
@@ -242,6 +239,7 @@ class NoiseMark(NamedTuple):
         has_step: whether there is a step.
         leaves: for each leaf the words of that text, its path and its shape.
         correlation: how noise depends on that of steps before.
+        is_certified: whether it is the noise that is proven.
     """
 
     stddev: float
@@ -249,6 +247,7 @@ class NoiseMark(NamedTuple):
     has_step: bool
     leaves: tuple[tuple[int, ...], ...]
     correlation: Banded
+    is_certified: bool
 
 
 class _How(NamedTuple):
@@ -283,7 +282,7 @@ def _noisy(
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path for path, _ in leaves]
-    _check_distinct(paths)
+    _check_distinct(tree)
     gradients = [checked_gradient(leaf, path, how.policy) for path, leaf in leaves]
 
     if past and [x.shape for x in gradients] != [high.shape for high, _ in past[0]]:
@@ -300,8 +299,10 @@ def _noisy(
         words(f"{how.text} {x.shape} {jax.tree_util.keystr(path)}")
         for path, x in zip(paths, gradients, strict=True)
     ]
-    has_step = key_and_step[1] is not None
-    mark = NoiseMark(how.stddev, words(how.text), has_step, tuple(of_leaves), how.correlation)
+    has_step, is_certified = key_and_step[1] is not None, how.certified and can_certify(how.policy)
+    mark = NoiseMark(
+        how.stddev, words(how.text), has_step, tuple(of_leaves), how.correlation, is_certified
+    )
 
     def function(operands: Any) -> tuple[list[Array], tuple[Past, ...]]:
         gradients, (key, step), past = operands
@@ -309,8 +310,8 @@ def _noisy(
             return gradients, past
         placed = [_leaf(*leaf, how) for leaf in zip(gradients, paths, of_leaves, strict=True)]
         step = np.uint32(0) if step is None else step
-        if how.certified and all(is_wide(leaf.dtype) for leaf in placed):
-            _check_platform()
+        key = noise_key(key, "certified" if is_certified else "not certified", gradients)
+        if is_certified:
             is_apart = how.rules is not None
             noisy, noise = with_certified_noise(
                 placed, key, step, how.stddev, is_apart, how.correlation, past
@@ -354,8 +355,10 @@ def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | Non
     )
 
 
-def _check_distinct(paths: Sequence[tuple[Any, ...]]) -> None:
-    times = collections.Counter(jax.tree_util.keystr(path) for path in paths)
+def _check_distinct(tree: PyTree[Any]) -> None:
+    # What another privatizer of this key has, in optax.partition and masked, has a path, too.
+    every = jax.tree_util.tree_leaves_with_path(tree, lambda x: isinstance(x, optax.MaskedNode))
+    times = collections.Counter(jax.tree_util.keystr(path) for path, _ in every)
     twins = [path for path, count in times.items() if count > 1]
     if twins:
         raise ValueError(
@@ -389,12 +392,3 @@ def _placed(noisy: Array, path: tuple[Any, ...], rules: ShardingRules | None) ->
 
 def _spec(x: Array, path: tuple[Any, ...], rules: ShardingRules) -> Any:
     return rules.accumulator_spec(rules.spec(path, x.shape), x.shape)
-
-
-def _check_platform() -> None:
-    if jax.default_backend() == "tpu":
-        raise ValueError(
-            "certified noise needs float64 as IEEE 754 has it, and a TPU computes it with fewer "
-            "bits. Draw the noise on another device, or take certified=False, which is not "
-            "Gaussian (see gaussian_privatizer)."
-        )

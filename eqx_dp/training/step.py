@@ -27,6 +27,7 @@ from ..privacy import (
     fresh_secret,
     key_from_secret,
     no_past,
+    noise_key,
     printed_without_key,
     refuse_to_pickle,
 )
@@ -171,7 +172,7 @@ class Step(Generic[Model]):
         """The state of a start after so many steps, whose keys follow from its secret."""
         noise: Any = optax.EmptyState()
         if self._noise is not None:
-            key = key_from_secret(secret, "noise")
+            key = noise_key(key_from_secret(secret, "noise"), "init")
             noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
         where = next(x.sharding for x in jax.tree.leaves(body.model) if is_array_or_shape(x))
         if (rules := self.grad_fn.sharding) is not None:

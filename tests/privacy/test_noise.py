@@ -1,5 +1,6 @@
 import functools
 import math
+import warnings
 from fractions import Fraction
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import optax
 import pytest
 from scipy import stats
 
+import eqx_dp as dp
 from eqx_dp.precision import parse_policy
 from eqx_dp.privacy import GaussianPrivatizerState, add_noise, gaussian_privatizer, key_from_secret
 from eqx_dp.privacy.chacha import GENERATORS
@@ -178,16 +180,22 @@ def test_leaves_that_cannot_be_told_apart_are_refused():
     grads = {Same(1): jnp.zeros(3), Same(2): jnp.zeros(3)}
     with pytest.raises(ValueError, match=r"several gradients have the path \[same\]"):
         privatizer.update(grads, privatizer.init(grads))
+    groups = [*grads.items()]
+    divided = optax.partition(
+        {"one": privatizer, "two": privatizer}, {groups[0][0]: "one", groups[1][0]: "two"}
+    )
+    with pytest.raises(ValueError, match=r"several gradients have the path \[same\]"):
+        divided.update(grads, divided.init(grads))
 
 
 # Secrets, and what tells runs apart.
 
-FIVE, RBG = jax.random.key(5), jax.random.key(0, impl="rbg")
+FIVE = jax.random.key(5)
 ALIKE = [
     (FIVE, jax.random.PRNGKey(5)),
     (2**200 + 1, key_from_secret(2**200 + 1, "noise")),
     # A key of another generator makes one of the cipher.
-    (RBG, jax.random.wrap_key_data(jax.random.bits(RBG, (8,), jnp.uint32), impl=GENERATORS[12])),
+    (FIVE, jax.random.wrap_key_data(jax.random.bits(FIVE, (8,), jnp.uint32), impl=GENERATORS[12])),
 ]
 UNLIKE = [
     (5, 6),
@@ -413,11 +421,19 @@ def test_what_no_counter_can_number_is_refused():
         )
 
 
-def test_a_tpu_is_refused(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+@pytest.mark.parametrize("platforms", [("tpu",), ("METAL",), ("cpu", "tpu"), ("cuda", "tpu")])
+@pytest.mark.parametrize("around", [lambda f: f, jax.vmap])
+def test_other_platforms_are_refused_wherever_the_program_is_lowered(platforms, around):
+    def lowered(on, **options):
+        given = jnp.zeros((2, 3)), jax.random.split(KEY, 2)
+        noisy = jax.jit(around(lambda x, key: add_noise(x, key, 1.0, **options)))
+        rows = given if around is jax.vmap else (given[0], given[1][0])
+        return noisy.trace(*rows).lower(lowering_platforms=on)
+
     with pytest.raises(ValueError, match=r"certified noise needs float64.*certified=False"):
-        add_noise(jnp.zeros(3), KEY, 1.0)
-    add_noise(jnp.zeros(3), KEY, 1.0, certified=False)
+        lowered(platforms)
+    lowered(platforms, certified=False)
+    lowered(("cpu", "cuda", "rocm"))
 
 
 # In company.
@@ -474,8 +490,72 @@ def test_noise_shares_no_key_with_examples():
     assert not np.isclose(np.stack(noisy), np.asarray(drawn), atol=1 / 64).all(axis=1).any()
 
 
-@pytest.mark.parametrize("around", [jax.vmap, lambda f: jax.jit(jax.vmap(f))])
-def test_an_ensemble_gets_no_key_for_all_its_models(around):
-    with pytest.raises(ValueError, match="init is under vmap: 2 models would get one key"):
-        around(gaussian_privatizer(stddev=1.0).init)(jnp.ones((2, 3)))
-    assert around(gaussian_privatizer(stddev=1.0, key=7).init)(jnp.ones((2, 3))) is not None
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit, eqx.filter_vmap])
+@pytest.mark.parametrize(("secret", "certified"), [(None, True), (7, True), (None, False)])
+def test_an_ensemble_gets_no_key_for_all_its_models(inner, outer, secret, certified):
+    grads, rates = jnp.ones((2, 1000)), jnp.ones(2)
+    noise = gaussian_privatizer(stddev=1.0, key=secret, certified=certified)
+    state = noise.init(grads[0])
+
+    def all_of(function, *rows):
+        if outer is eqx.filter_vmap:  # a vmap of a vmap
+            rows = jax.tree.map(lambda x: x[None], rows)
+        return outer(jax.vmap(inner(function)))(*rows)
+
+    for init in (noise.init, lambda _: noise.init(grads[0])):  # mapped, or nothing is
+        with pytest.raises(ValueError, match=r"init is under vmap: [12] models would get one key"):
+            all_of(init, grads)
+    with pytest.raises(ValueError, match="noise is under vmap: 2 models would get one key"):
+        all_of(lambda x: noise.update(x, state)[0], grads)
+    # A sweep of what follows one noisy sum needs no other noise.
+    same = all_of(lambda rate: rate * noise.update(grads[0], state)[0], rates)
+    assert share_of_equal(*same.reshape(2, 1000)) == 1
+    keys = jax.random.split(KEY, 2)
+    states = all_of(lambda key: gaussian_privatizer(stddev=1.0, key=key).init(None), keys)
+    states = jax.tree.map(lambda x: x.reshape(2), states)
+    own = all_of(lambda x, state: noise.update(x, state)[0], grads, states).reshape(2, 1000)
+    assert share_of_equal(*own) < 0.04
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_keys_of_rbg_are_refused(kind, make_key):
+    with jax.default_prng_impl(kind):
+        key = make_key(987654321)
+        for use in (
+            lambda: gaussian_privatizer(stddev=1.0, key=key),
+            lambda: add_noise(jnp.zeros(3), key, 1.0, certified=False),
+            lambda: dp.check_privacy(add_noise, jnp.zeros(3), key, 1.0, private=(0,), plan=None),
+        ):
+            with pytest.raises(ValueError, match="key is one of rbg or unsafe_rbg"):
+                use()
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey, lambda seed: seed])
+def test_a_key_of_a_small_number_warns_as_the_number_does(make_key):
+    for use in (
+        lambda key: gaussian_privatizer(stddev=1.0, key=key),
+        lambda key: jax.jit(lambda: gaussian_privatizer(stddev=1.0, key=key).init(None))(),
+        lambda key: isinstance(key, int) or add_noise(jnp.zeros(3), key, 1.0),
+    ):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            use(make_key(0))
+            assert isinstance(use(make_key(0)), bool) or "key is small" in str(said[0].message)
+            said.clear()
+            key = make_key(0)
+            use(2**100 if isinstance(key, int) else jax.random.fold_in(key, 1))
+        assert not said
+
+
+@pytest.mark.parametrize("key", [2**200 + 1, KEY, jax.random.key_data(KEY)])
+def test_a_compiled_init_holds_no_secret(key):
+    privatizer = gaussian_privatizer(stddev=1.0, key=key)
+    traced = jax.jit(privatizer.init).trace(jnp.zeros(3))
+    words = np.asarray(jax.random.key_data(privatizer.init(None).key))
+    texts = str(traced.jaxpr), traced.lower().as_text(), traced.lower().compile().as_text()
+    assert not any(str(word) in text for word in words if word for text in texts)
+    compiled, eager = jax.jit(privatizer.init)(None), privatizer.init(None)
+    noises = [privatizer.update(jnp.zeros(100), state)[0] for state in (compiled, eager)]
+    np.testing.assert_array_equal(*noises)

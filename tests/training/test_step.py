@@ -251,3 +251,31 @@ def test_a_batch_may_be_filled_anew_after_the_call():
         return state.model
 
     assert_same(trained(spoil=False), trained(spoil=True))
+
+
+def test_a_step_for_a_tpu_is_refused_from_any_process():
+    step = runs.make()
+    state = eqx.partition(step.init(small_model()), eqx.is_array)
+
+    def take(arrays):
+        after = step(eqx.combine(arrays, state[1]), XS, YS, is_padding_example=np.zeros(64, bool))
+        return eqx.filter(after, eqx.is_array)
+
+    for platforms in (("tpu",), ("cpu", "tpu")):
+        with pytest.raises(ValueError, match="certified noise needs float64 as IEEE 754"):
+            jax.jit(take).trace(state[0]).lower(lowering_platforms=platforms)
+    jax.jit(take).trace(state[0]).lower(lowering_platforms=("cpu", "cuda"))
+
+
+def test_an_ensemble_of_steps_has_a_key_for_each_model():
+    step, model = runs.make(optimizer=optax.sgd(0.1)), small_model()
+
+    def one(state):
+        return step(state, XS, YS, is_padding_example=np.zeros(64, bool))
+
+    with pytest.raises(ValueError, match="init is under vmap: 3 models would get one key"):
+        eqx.filter_vmap(lambda rate: (rate, step.init(model)))(jnp.ones(3))
+    states = [step.init(model) for _ in range(3)]
+    state = jax.tree.map(lambda *x: jnp.stack(x) if eqx.is_array(x[0]) else x[0], *states)
+    weights = eqx.filter_vmap(one)(state).model.weight
+    assert len({np.asarray(weight).tobytes() for weight in weights}) == 3
