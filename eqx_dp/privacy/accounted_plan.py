@@ -18,7 +18,7 @@ from .sampling_kinds import Kind, Poisson
 from .strategies import Banded
 from .users import Users
 
-_MOST_STEPS = 2**53
+_MOST_STEPS = 2**32 - 1  # noise of a further step would repeat that of the first
 _DELTA_WANTED = (
     "between 0 and 1, both excluded (well below 1 / number of examples to mean anything)"
 )
@@ -60,7 +60,7 @@ class AccountedPlan:
             "sampling_prob": kind.step_prob,
             "steps": whole_number("steps", steps, least=1, most=_MOST_STEPS),
             "noise_multiplier": real_number(
-                "noise_multiplier", noise_multiplier, lambda real: real >= 0, "at least 0"
+                "noise_multiplier", noise_multiplier, lambda x: 0 <= x <= 1e150, "from 0 to 1e150"
             ),
             "delta": real_number("delta", delta, lambda real: 0 < real < 1, _DELTA_WANTED),
             "neighboring_relation": neighboring_relation,
@@ -160,6 +160,8 @@ class AccountedPlan:
         Raises:
             ValueError: As for `epsilon`.
         """
+        if self._steps_taken(steps) == 0:
+            return dp_accounting.NoOpDpEvent()
         return self.mechanism(steps).event(self.noise_multiplier)
 
     @property

@@ -20,7 +20,7 @@ PRECISION_SHARE = 1e-3
 MOST_EPSILON = 70.0
 """That share of delta suffices for an epsilon of at most this."""
 
-_LARGEST_OF_JAX = 5.2201
+_LARGEST_OF_JAX = 5.22013  # 5.2201128, and more than the rounding of what is added
 _STEP_OF_JAX = 2.0**-23
 
 
@@ -116,10 +116,11 @@ def delta_of_jax_noise(
 ) -> float:
     """A lower bound on the true delta, for every epsilon, with float32 normals of JAX.
 
-    Such a normal is at most 5.2201. A larger output occurs only if the example is there. The bound
+    Such a normal is at most 5.22012. A larger output occurs only if the example is there. The bound
     is for an example whose gradient is spread evenly over that many entries and has the clip norm.
-    Each of the 2^23 values has the same probability, so at least one of them is moved beyond the
-    largest.
+    Each of the 2^23 values has the same probability, so their share beyond a number is that of a
+    Gaussian up to one value; and at least one of them is moved beyond the largest, unless what the
+    example adds is lost in rounding.
 
     Args:
         sampling_prob: of a plan.
@@ -130,7 +131,8 @@ def delta_of_jax_noise(
     count = whole_number("entries", entries, least=1, most=2**63)
     if noise_multiplier == 0:
         return 1.0
-    lifted = cast(Any, stats.norm).sf(_LARGEST_OF_JAX - 1 / (noise_multiplier * math.sqrt(count)))
-    beyond = max(float(lifted) - float(cast(Any, stats.norm).sf(_LARGEST_OF_JAX)), _STEP_OF_JAX)
+    moved = 1 / (noise_multiplier * math.sqrt(count))
+    lifted = float(cast(Any, stats.norm).sf(_LARGEST_OF_JAX - moved)) - _STEP_OF_JAX
+    beyond = max(lifted, _STEP_OF_JAX) if moved > 2**-20 else 0.0
     of_step = sampling_prob * -math.expm1(count * math.log1p(-beyond))
     return -math.expm1(steps * math.log1p(-min(of_step, 1 - 1e-16)))

@@ -219,13 +219,11 @@ def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
         )
     if "rbg" in str(jax.random.key_impl(key)):
         raise ValueError(
-            "key is one of rbg or unsafe_rbg, whose numbers differ under vmap and between devices, "
-            "and are those of no cipher. Take the secret itself, a number or bytes; or "
-            'jax.random.key(seed, impl="threefry2x32").'
+            "key is one of rbg or unsafe_rbg, whose numbers differ under vmap. Take the secret "
+            'itself, a number or bytes, or jax.random.key(seed, impl="threefry2x32").'
         )
     if not isinstance(key, Tracer) and getattr(key, "is_fully_addressable", True):
         with jax.ensure_compile_time_eval():
-            words = np.asarray(jax.random.key_data(key))
-        if np.count_nonzero(words) <= 1:  # as jax.random.key(seed) makes them
-            warn_of_small("key", 0)
+            if np.count_nonzero(jax.random.key_data(key)) <= 1:  # jax.random.key(a small number)
+                warn_of_small("key", 0)
     return cast(PRNGKeyArray, key)

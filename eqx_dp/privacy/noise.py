@@ -87,7 +87,9 @@ def gaussian_privatizer(
     Without `key` every `init` draws a key from 256 random bits of the operating system. No two runs
     share noise then, and a run that continues from a saved model calls `init` again. **A key given
     by hand repeats its noise**: two runs with one key, or a second `init`, have the same noise. It
-    cancels in the difference of their models, and neither is private any more.
+    cancels in the difference of their models, and neither is private any more. A program that holds
+    a compiled `init` asks the host for the key (on several hosts it holds one that is given: then
+    call `init` outside of `jit`, or the secret is in printed programs and JAX's cache on disk).
 
     **Guarantee.** If one example changes the sum by at most `S` in L2 norm, one update is the
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
@@ -117,6 +119,7 @@ def gaussian_privatizer(
     | the policy's noise dtype is narrower than float32 (unsafe) | noise as by `certified=False` |
     | lowered for other than a CPU, CUDA or ROCm (a TPU) | refused, unless `certified=False` |
     | a leaf has more than 2^32 entries | refused |
+    | more than 2^32 updates follow one `init` | noise repeats; a plan has fewer steps |
     | a key of another generator | 256 bits are drawn with it; no harder to guess than it was |
     | `correlation`, and noise that is not certified | refused |
 
@@ -219,7 +222,7 @@ def add_noise(
             is refused as in the table above.
     """
     scale = static_stddev(stddev)
-    if not isinstance(key, (jax.Array, np.ndarray)):
+    if not isinstance(cast(object, key), (jax.Array, np.ndarray)):
         raise ValueError(f"key must be one key, not a secret; found a {type(key).__name__}.")
     single_key(key)
     how = _How(scale, "eqx_dp add_noise", None, None, certified)
@@ -310,7 +313,7 @@ def _noisy(
             return gradients, past
         placed = [_leaf(*leaf, how) for leaf in zip(gradients, paths, of_leaves, strict=True)]
         step = np.uint32(0) if step is None else step
-        key = noise_key(key, "certified" if is_certified else "not certified", gradients)
+        key = noise_key(key, "noise" if is_certified else "noise that is not certified", gradients)
         if is_certified:
             is_apart = how.rules is not None
             noisy, noise = with_certified_noise(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 PLATFORMS = frozenset(("cpu", "cuda", "rocm"))
 """Where float64 is that of IEEE 754, as the proof of certified noise assumes."""
 
-Purpose = Literal["init", "certified", "not certified"]
+Purpose = Literal["init", "noise", "noise that is not certified"]
 
 _noise_key: Any = Primitive("eqx_dp_noise_key")
 
@@ -44,33 +44,26 @@ def noise_key(
     return _noise_key.bind(key, *jax.lax.stop_gradient(gradients), purpose=purpose)
 
 
-@_noise_key.def_abstract_eval
-def _(key: Any, *_gradients: Any, purpose: Purpose) -> Any:
-    del purpose
-    return key
-
-
 def _mapped(axis: Any, values: Any, dims: Any, *, purpose: Purpose) -> tuple[Any, Any]:
     if dims[0] is None and (purpose == "init" or any(dim is not None for dim in dims)):
         raise ValueError(
-            f"{'init' if purpose == 'init' else 'noise'} is under vmap: {axis.size} models would "
-            "get one key, and so the same noise, which cancels in their difference. Call "
-            "optimizer.init for each model, stack the states, and map the update over these."
+            f"{purpose} is under vmap: {axis.size} models would get one key, and so the same noise."
+            " Call optimizer.init for each model, stack the states, and map the update over these."
         )
     return _noise_key.bind(*values, purpose=purpose), dims[0]
 
 
 def _lowered(context: Any, key: Any, *_gradients: Any, purpose: Purpose) -> list[Any]:
     others = {*(context.platforms or context.module_context.platforms)} - PLATFORMS
-    if purpose == "certified" and others:
+    if purpose == "noise" and others:
         raise ValueError(
-            f"certified noise needs float64 as IEEE 754 has it, and that of {', '.join(others)} is "
-            f"not known to be: a TPU computes it with fewer bits. Known are {', '.join(PLATFORMS)}."
-            " Train on one of these; or, in a loop of your own, take certified=False, which is "
-            "not Gaussian (see gaussian_privatizer)."
+            "certified noise needs float64 as IEEE 754 has it, which a TPU does not have; found "
+            f"{', '.join(others)}. Train on one of {', '.join(sorted(PLATFORMS))}; or, in your own "
+            "loop, take certified=False, which is not Gaussian (see gaussian_privatizer)."
         )
     return [key]
 
 
+_noise_key.def_abstract_eval(lambda key, *_gradients, purpose: key)
 batching.fancy_primitive_batchers[_noise_key] = _mapped
 mlir.register_lowering(_noise_key, _lowered)

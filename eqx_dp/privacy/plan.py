@@ -71,8 +71,8 @@ class PrivacyPlan(AccountedPlan):
 
     Attributes:
         sampling_prob: Probability with which each example takes part in a step, in (0, 1].
-        steps: How many steps the run may take, at least 1.
-        noise_multiplier: Noise standard deviation / sensitivity, at least 0 and finite.
+        steps: How many steps the run may take, from 1 to 2^32 - 1: noise has a counter of 32 bits.
+        noise_multiplier: Noise standard deviation / sensitivity, from 0 to 1e150.
         delta: Total delta of the run, in (0, 1). Choose it well below 1 / number of examples.
         neighboring_relation: Which data sets are neighbors: `ADD_OR_REMOVE_ONE`, `REPLACE_ONE`,
             or `REPLACE_SPECIAL` (an example is zeroed out).

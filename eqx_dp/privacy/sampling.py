@@ -58,6 +58,11 @@ class Sampler:
     probability at most `overflow_probability / (2 * hosts)`. (The factor of 2 is for neighboring
     data sets, whose borders between hosts lie elsewhere: `overflow.md`.)
 
+    **A step is asked for once.** Epsilon is that of steps whose batches are drawn anew. A loop that
+    counts from 0 again in each epoch would train on the same few batches, and lose more privacy
+    than the plan says. So a sampler refuses a step that it was asked for before, unless the batch
+    is only looked at (`peek=True`).
+
     With `shared=True` every host can read every example. All hosts make the whole draw, and it is
     dealt out to them evenly. Batches then have fewer slots, because only the number of all examples
     varies, not that of each host's. 64 hosts that expect 4,096 examples together have 4,608 slots,
@@ -121,6 +126,7 @@ class Sampler:
     overflow_probability: float = OVERFLOW_PROBABILITY
     devices: int = 1
     shared: bool = False
+    _asked: set[int] = dataclasses.field(init=False, repr=False, compare=False)
 
     # By hand, for the sake of its types: any number is accepted, floats and ints are stored.
     def __init__(
@@ -163,6 +169,7 @@ class Sampler:
             object.__setattr__(self, name, value)
         kind.check(self.num_examples)
         warn_of_small("seed", self.seed)
+        object.__setattr__(self, "_asked", set[int]())
 
     __reduce__ = refuse_to_pickle
 
@@ -192,12 +199,14 @@ class Sampler:
         return range(first, end)
 
     def batch(
-        self, step: SupportsIndex
+        self, step: SupportsIndex, *, peek: bool = False
     ) -> tuple[Int64[np.ndarray, "capacity"], Bool[np.ndarray, "capacity"]]:
         """Draws the batch of one step: on several hosts, this host's part of it.
 
         Args:
-            step: Which step, counted from 0.
+            step: Which step, counted from 0 over all epochs; each once.
+            peek: Whether the batch is only looked at: the step may have been asked for before, and
+                may be asked for later. No example of such a batch may enter a release.
 
         Returns:
             `(indices, is_padding_example)`, both on the host and of length `capacity`. First come
@@ -211,7 +220,8 @@ class Sampler:
             alone subtracts `owned.start`.
 
         Raises:
-            ValueError: If `step` is not a whole number from 0 to 2**64 - 1, or not below `steps`.
+            ValueError: If `step` is not a whole number from 0 to 2**64 - 1, not below `steps`, or
+                was asked for before.
         """
         step = whole_number("step", step, least=0, most=2**64 - 1)
         if self.steps is not None and step >= self.steps:
@@ -219,6 +229,14 @@ class Sampler:
                 f"step must be below {self.steps}, the number of steps that the plan accounts for "
                 f"(they are counted from 0); found {step}. Make a plan of more steps."
             )
+        if not peek:
+            if step in self._asked:
+                raise ValueError(
+                    f"this sampler has drawn step {step} before, and a batch that is used twice "
+                    "costs more than the plan says. Count steps over all epochs: for t in "
+                    "range(plan.steps). To look at a batch without using it, give peek=True."
+                )
+            self._asked.add(step)
         indices = np.full((self.devices, self.capacity // self.devices), -1, dtype=np.int64)
         drawn = self._drawn(step)
         for device, of_device in enumerate(indices):
@@ -227,7 +245,7 @@ class Sampler:
         return indices.ravel(), indices.ravel() < 0
 
     def take(
-        self, step: SupportsIndex, *sources: PyTree[Any]
+        self, step: SupportsIndex, *sources: PyTree[Any], peek: bool = False
     ) -> tuple[tuple[PyTree[Any], ...], Bool[np.ndarray, "capacity"]]:
         """The examples of one step's batch, with the mask that says which slots are padding.
 
@@ -240,20 +258,22 @@ class Sampler:
             *sources: Numpy or JAX arrays, or trees of them, that hold the examples of the whole
                 data set along their leading axis. Only the examples drawn are read from a
                 memory-mapped file.
+            peek: As for `batch`.
 
         Returns:
             `(examples, is_padding_example)`: a tuple with one entry a source, of its structure,
             kind and dtypes, with `capacity` slots in front; and the mask. In slots that are
-            padding stand zeros. **Not private.**
+            padding stands NaN, or 0 in integers. A gradient that is NaN adds exactly zero, so
+            padding of such data adds nothing if the mask is forgotten. Integers alone count then:
+            let `grad_fn.of_samples(plan.batches)` refuse such a call. **Not private.**
 
         Raises:
             ValueError: As for `batch`; if there is no source, or a source holds something other
                 than arrays, or another number of examples than `num_examples`.
         """
         check_sources(sources, self.num_examples)
-        indices, is_padding_example = self.batch(step)
-        examples = tuple(_drawn_from(source, indices, is_padding_example) for source in sources)
-        return examples, is_padding_example
+        indices, is_padding_example = self.batch(step, peek=peek)
+        return drawn_from(sources, indices, is_padding_example), is_padding_example
 
     def _drawn(self, step: int) -> Int64[np.ndarray, "drawn"]:
         """What this host's batch of a step holds, in random order: a cut keeps the first."""
@@ -352,19 +372,20 @@ def check_sources(sources: tuple[PyTree[Any], ...], length: int) -> None:
                 )
 
 
-def _drawn_from(
+def drawn_from(
     source: PyTree[Any],
     indices: Int64[np.ndarray, "capacity"],
     is_padding_example: Bool[np.ndarray, "capacity"],
 ) -> PyTree[Any]:
-    """The examples at some positions; zeros, for which nothing is read, where there is padding."""
+    """The examples at some positions; NaN or 0, for which nothing is read, where there is none."""
 
     def of_leaf(leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+        nothing = np.nan if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0
         if isinstance(leaf, jax.Array):
             # One shape, however many were drawn: nothing is compiled anew.
             beyond = np.where(is_padding_example, leaf.shape[0], indices)
-            return jnp.take(leaf, beyond, axis=0, mode="fill", fill_value=0)
-        batch = np.zeros((len(indices), *leaf.shape[1:]), leaf.dtype)
+            return jnp.take(leaf, beyond, axis=0, mode="fill", fill_value=nothing)
+        batch = np.full((len(indices), *leaf.shape[1:]), nothing, leaf.dtype)
         slots = np.argsort(indices)[np.sum(is_padding_example) :]  # a file is read forward
         batch[slots] = leaf[indices[slots]]
         return batch

@@ -16,7 +16,7 @@ from ..expected import expect, function, whole_number
 from ..shown import shown
 from ..trees import PyTree
 from .keys import digest
-from .sampling import Sampler, check_sources
+from .sampling import Sampler, check_sources, drawn_from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +119,14 @@ class Users:
         return of_user
 
     def rows(
-        self, sampler: Sampler, step: SupportsIndex
+        self, sampler: Sampler, step: SupportsIndex, *, peek: bool = False
     ) -> tuple[Int64[np.ndarray, "n k"], Bool[np.ndarray, "n k"], Bool[np.ndarray, " n"]]:
         """The rows of one step's batch, on several hosts those of this host's users.
 
         Args:
             sampler: draws users: `num_users` is its number of examples.
             step: as for the sampler's `batch`.
+            peek: the same.
 
         Returns:
             `(rows, is_padding_row, is_padding_example)`: positions of rows in the data set, a user
@@ -142,7 +143,7 @@ class Users:
                 f"the sampler draws from {sampler.num_examples} examples, and there are "
                 f"{self.num_users} users: make it for users, plan.sampler(users.num_users)."
             )
-        users, _ = sampler.batch(step)
+        users, _ = sampler.batch(step, peek=peek)
         order, starts = self._rows_by_user
         rows = np.full((len(users), self.per_step), -1)
         is_padding_row = np.ones(rows.shape, bool)
@@ -160,7 +161,7 @@ class Users:
         return rows, is_padding_row, np.all(is_padding_row, axis=1)
 
     def take(
-        self, sampler: Sampler, step: SupportsIndex, *sources: PyTree[Any]
+        self, sampler: Sampler, step: SupportsIndex, *sources: PyTree[Any], peek: bool = False
     ) -> tuple[tuple[PyTree[Any], ...], Bool[np.ndarray, " capacity"]]:
         """The rows of one step's batch, as the loss of a user takes them.
 
@@ -172,19 +173,21 @@ class Users:
             sampler: as for `rows`.
             step: as for `rows`.
             *sources: Numpy or JAX arrays, or trees of them, with all rows along the leading axis.
+            peek: as for `rows`.
 
         Returns:
             `((*rows, is_padding_row), is_padding_example)`: for each source an array, or a tree of
-            them, of shape (capacity, per_step, ...). A slot without rows holds some row, which both
-            masks leave out. **Not private.**
+            them, of shape (capacity, per_step, ...). A slot without rows holds NaN, or 0 in
+            integers; both masks leave it out. **Not private.**
 
         Raises:
             ValueError: as for `rows`; or a source holds something other than arrays, or another
                 number of rows.
         """
-        rows, is_padding_row, is_padding_example = self.rows(sampler, step)
+        rows, is_padding_row, is_padding_example = self.rows(sampler, step, peek=peek)
         check_sources(sources, self.num_rows)
-        taken = jax.tree.map(lambda leaf: leaf[rows], sources)
+        flat = drawn_from(sources, rows.ravel(), rows.ravel() < 0)
+        taken = jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), flat)
         return (*taken, is_padding_row), is_padding_example
 
     @functools.cached_property

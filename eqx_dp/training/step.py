@@ -279,6 +279,12 @@ class Step(Generic[Model]):
         if self._noise is not None:
             # A path that no leaf of a model has: a model may be one number, as the count is.
             parts = (grads,) if clip_norm is None else (grads[0], {"count of norms": grads[1]})
+            leaves = [path for part in parts for path, _ in jax.tree.leaves_with_path(part)]
+            if clip_norm is not None and len({*map(jax.tree_util.keystr, leaves)}) < len(leaves):
+                raise ValueError(
+                    "a parameter has the name 'count of norms', as the count that a Quantile "
+                    "releases, and both would get the same noise. Rename the parameter."
+                )
             noised = [cast(Any, self._noise.update(part, noise_state)) for part in parts]
             noise_state = noised[0][1]
             grads = noised[0][0] if clip_norm is None else (noised[0][0], *noised[1][0].values())

@@ -94,12 +94,12 @@ def save_model(
     keys = [
         name
         for name, leaf in arrays.items()
-        if is_key(leaf) or (leaf.dtype == jnp.uint32 and leaf.shape[-1:] in ((2,), (4,)))
+        if is_key(leaf) or (leaf.dtype == jnp.uint32 and leaf.shape[-1:] in ((2,), (4,), (8,)))
     ]
     if keys:
         raise ValueError(
             f"model.{', model.'.join(keys)} is a key of random numbers, or looks "
-            "like one (uint32, 2 or 4 words): it may be secret, and is not written. Put None "
+            "like one (uint32, 2, 4 or 8 words): it may be secret, and is not written. Put None "
             "in its place, by eqx.tree_at."
         )
     metadata = {"format": _FORMAT, "version": "1"}

@@ -3,6 +3,7 @@
 # (a step keeps for a Trainer what is of no use to users)
 
 import functools
+import itertools
 import json
 import os
 import warnings
@@ -57,7 +58,8 @@ class Trainer(Generic[Model]):
     stated, which is more; at the end, that of the steps that were taken.)
 
     **Without a directory** there is no ledger: each `run` starts from the beginning, with fresh
-    randomness (or that of the seed), and is a separate release, of the plan's whole epsilon.
+    randomness (or that of the seed and the number of the run of this object), and is a separate
+    release, of the plan's whole epsilon.
 
     **On several hosts** the same program runs on each, after `jax.distributed.initialize()`, with
     one directory that all of them share.
@@ -152,7 +154,7 @@ class Trainer(Generic[Model]):
             flag("progress", progress),
         )
         self._step, self._keep = step, whole_number("keep", keep, least=1, most=2**53)
-        self._directory = directory
+        self._directory, self._runs = directory, itertools.count()  # of runs without a directory
         ahead = whole_number("read_ahead", read_ahead, least=1, most=1024)
         shape = step._sampler_of(b"its shape alone")
         self._batches = Batches(data, shape, ahead, step.plan.unit)
@@ -200,7 +202,7 @@ class Trainer(Generic[Model]):
         with StopSignal(directory is not None) as signal, step._mesh(), failing_alone():
             checks = self._checks(first)
             if directory is None:
-                secret = step._secret_of(0)
+                secret = step._secret_of(next(self._runs))
                 state = step._begun(step._recipe.made(first), 0, secret)
                 batches = self._batches.drawn_by(step._sampler_of(secret), stop)
                 return self._loop(stop, Tally(), None, signal).run(state, batches)

@@ -400,8 +400,6 @@ def test_noise_that_is_not_certified_is_noted(certified):
         return dp.add_noise(grad_fn(w, x, is_padding_example=mask), key, 1.0, certified=certified)
 
     arguments = jnp.ones(()), jnp.ones(4), jnp.zeros(4, bool), jax.random.key(0)
-    plan = dp.PrivacyPlan(0.5, 10, 1.0, 1e-5)
-    report = dp.check_privacy(step, *arguments, private=(1, 2), plan=plan)
-    assert report.ok
-    assert ("the noise is not certified" in str(report)) != certified
-    assert ("the noise is not certified" in report.to_json()) != certified
+    report = dp.check_privacy(step, *arguments, private=(1, 2), plan=None)
+    for text in (str(report), report.to_json()):
+        assert ("the noise is not certified" in text) != certified

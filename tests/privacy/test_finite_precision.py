@@ -1,5 +1,6 @@
 """The constants of `eqx_dp/privacy/finite_precision.md`."""
 
+import dataclasses
 import importlib
 import math
 from pathlib import Path
@@ -114,12 +115,14 @@ def test_what_jax_draws(attacks):
     drawn = attacks.all_of_jax() / np.float32(PLAN.noise_multiplier)
     assert -5.43 < drawn.min() < -5.4
     assert 5.22 < drawn.max() * PLAN.noise_multiplier / attacks.LARGEST * 5.2202 <= 5.2202
-    for entries in (1, 10**4, 10**6):
-        shift = 1 / (PLAN.noise_multiplier * math.sqrt(entries))
-        beyond = np.mean(drawn.astype(float) + shift > drawn.max())
-        of_step = 0.01 * (1 - (1 - beyond) ** entries)
-        exact = 1 - (1 - of_step) ** 1000
-        assert PLAN.uncertified_delta(entries) == pytest.approx(exact, rel=0.1)
+    for sigma in map(np.float32, (0.1, 0.2, 0.3, 0.5, PLAN.noise_multiplier, 2, 10)):
+        plan = dataclasses.replace(PLAN, noise_multiplier=float(sigma))
+        noise = drawn * sigma
+        for entries in (1, 10, 10**4, 10**6, 10**13):
+            beyond = np.mean(noise + np.float32(1 / math.sqrt(entries)) > noise.max())
+            of_step = 0.01 * -math.expm1(entries * math.log1p(-beyond)) if beyond < 1 else 0.01
+            exact = -math.expm1(1000 * math.log1p(-of_step))
+            assert plan.uncertified_delta(entries) <= exact
 
 
 @pytest.mark.slow

@@ -211,8 +211,8 @@ def test_large_runs_are_accounted_for(plan, least, most):
 NUMBERS = {"sampling_prob": 0.1, "steps": 10, "noise_multiplier": 1.0, "delta": 1e-5}
 SENSELESS = {
     "sampling_prob": (0, 1.5, math.nan, math.inf, True, "0.1", None),
-    "steps": (0, 2.0, True, "10", None, 2**60),
-    "noise_multiplier": (-1, math.nan, math.inf, True, "1", 1j, 10**400),
+    "steps": (0, 2.0, True, "10", None, 2**32, 2**60),
+    "noise_multiplier": (-1, math.nan, math.inf, True, "1", 1j, 1.1e150, 1e300, 10**400),
     "delta": (0, 1, -1e-5, math.nan, False, "1e-5"),
     "neighboring_relation": ("REPLACE_ONE", 2, None),
     "epsilon": (0, -1, math.nan, math.inf, True, "3", None),
@@ -358,13 +358,14 @@ def test_the_last_example_never_counts_for_padding():
     xs = np.zeros(200)
     xs[-1] = 1.0
     grad_fn, sampler = of_samples(PLAN), PLAN.sampler(200, seed=3)
-    step = next(t for t in range(100) if 199 not in sampler.batch(t)[0])
+    step = next(t for t in range(100) if 199 not in sampler.batch(t, peek=True)[0])
     indices, mask = sampler.batch(step)
     assert mask.any()
-    (x,), same_mask = sampler.take(step, xs)
+    (x,), same_mask = sampler.take(step, xs, peek=True)
     assert grad_fn(jnp.ones(()), xs[indices], is_padding_example=mask) == 0
     assert grad_fn(jnp.ones(()), x, is_padding_example=same_mask) == 0
-    assert not x.any()
+    found = dp.filter_clipped_grad(lambda w, x: w * (1 + x), l2_clip_norm=1.0)(jnp.ones(()), x)
+    assert found == pytest.approx(np.sum(~mask), rel=1e-3)  # also without the mask
     with pytest.raises(ValueError, match="is_padding_example is missing"):
         grad_fn(jnp.ones(()), xs[indices])
 

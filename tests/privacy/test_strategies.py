@@ -158,6 +158,15 @@ def plan_of(**changed):
     return dp.PrivacyPlan(**(fields | changed))
 
 
+def test_no_steps_and_the_most_noise_have_an_event_and_an_epsilon():
+    cyclic = dp.sampling.CyclicPoisson(0.2, cycle=2)
+    for sampling in (dp.sampling.Poisson(0.2), cyclic, dp.sampling.BallsInBins(2)):
+        more_bands = Banded.bisr(3) if sampling is cyclic else None
+        plan = plan_of(sampling=sampling, noise=more_bands, noise_multiplier=1e150)
+        assert plan.event(0) == dp_accounting.NoOpDpEvent()
+        assert plan.epsilon(0) == 0 < plan.epsilon() < 1e-4
+
+
 def by_events(event, relation):
     return PLDAccountant(relation).compose(event).get_epsilon(1e-5)
 

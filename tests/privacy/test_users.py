@@ -22,7 +22,8 @@ def sampler(num_users, seed=2**40, **options):
 
 def taken(users, sampler, step):
     """The rows that a step takes, by user."""
-    (drawn, _), (rows, is_padding_row, _) = sampler.batch(step), users.rows(sampler, step)
+    drawn, _ = sampler.batch(step, peek=True)
+    rows, is_padding_row, _ = users.rows(sampler, step, peek=True)
     by_user = zip(drawn.tolist(), rows, is_padding_row, strict=True)
     return {user: its[~mask].tolist() for user, its, mask in by_user if user >= 0}
 
@@ -46,12 +47,12 @@ def test_rows_are_those_of_the_users_drawn(owners, per_step, num_users, expected
     assert rows.shape == is_padding_row.shape == (draws.capacity, per_step)
     # A user's padding repeats rows of that user.
     np.testing.assert_array_equal(is_padding_example, rows.min(axis=1) < 0)
-    drawn = draws.batch(3)[0][~is_padding_example]
+    drawn = draws.batch(3, peek=True)[0][~is_padding_example]
     np.testing.assert_array_equal(np.asarray(owners)[rows[~is_padding_example]].T - drawn, 0)
-    xs = np.arange(len(owners))[:, None] * [1, 10]
-    ((x, y), z, mask), padding = users.take(draws, 3, (xs, jnp.asarray(xs)), xs)
+    xs = np.arange(len(owners))[:, None] * np.array([1, 10], np.float32)
+    ((x, y), z, mask), padding = users.take(draws, 3, (xs, jnp.asarray(xs)), xs, peek=True)
     for found in (x, y, z):
-        np.testing.assert_array_equal(found, xs[rows])
+        np.testing.assert_array_equal(found, np.where(rows[..., None] < 0, np.nan, xs[rows]))
     np.testing.assert_array_equal(mask, is_padding_row)
     np.testing.assert_array_equal(padding, is_padding_example)
 

@@ -84,6 +84,16 @@ def test_a_small_seed_is_told(make_with):
             make_with(seed)
 
 
+def test_a_parameter_with_the_name_of_the_released_count_is_refused():
+    step = make(
+        loss=lambda model, x, y: jnp.sum(model["count of norms"] * x),
+        l2_clip_norm=dp.clipping.Quantile(),
+    )
+    state = step.init({"count of norms": jnp.ones(())})
+    with pytest.raises(ValueError, match="both would get the same noise"):
+        step(state, XS, YS, is_padding_example=MASK)
+
+
 def test_arguments_that_are_missing_are_named():
     missing = r"loss was given a model and 1 arguments \(missing a required argument: 'y'\)"
     with pytest.raises(ValueError, match=missing):

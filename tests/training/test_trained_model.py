@@ -122,6 +122,7 @@ REFUSED = {
         {"model": {"w": jnp.ones(2), "key": jax.random.key_data(KEY)}},
         r"model\.key is a key of random numbers, or looks like one",
     ),
+    "words of ChaCha": (ValueError, {"model": [jnp.arange(8, dtype=jnp.uint32)]}, "looks like one"),
 }
 
 

@@ -5,6 +5,7 @@ import json
 import re
 
 import numpy as np
+import optax
 import pytest
 
 import eqx_dp as dp
@@ -34,6 +35,16 @@ def test_a_run_stops_after_so_many_steps():
         assert int(runs.trainer(None, STEP).run(small_model(), steps=steps).step) == steps
     with pytest.raises(ValueError, match="steps must be at most 10"):
         runs.trainer(None, STEP).run(small_model(), steps=11)
+
+
+def test_runs_of_one_trainer_with_a_seed_have_noise_of_their_own():
+    step = seeded(optimizer=optax.sgd(1.0), loss=runs.zero_loss)
+    trainer, again = runs.trainer(None, step), runs.trainer(None, step)
+    one, other, same = (
+        x.run(small_model(), steps=1).model.weight for x in (trainer, trainer, again)
+    )
+    assert not np.any(one == other)
+    assert np.all(one == same)
 
 
 def test_progress_shows_what_is_public(capsys):
