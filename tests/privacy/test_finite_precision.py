@@ -115,10 +115,10 @@ def test_what_jax_draws(attacks):
     drawn = attacks.all_of_jax() / np.float32(PLAN.noise_multiplier)
     assert -5.43 < drawn.min() < -5.4
     assert 5.22 < drawn.max() * PLAN.noise_multiplier / attacks.LARGEST * 5.2202 <= 5.2202
-    for sigma in map(np.float32, (0.1, 0.2, 0.3, 0.5, PLAN.noise_multiplier, 2, 10)):
+    for sigma in map(np.float32, (0.2, PLAN.noise_multiplier, 2)):
         plan = dataclasses.replace(PLAN, noise_multiplier=float(sigma))
         noise = drawn * sigma
-        for entries in (1, 10, 10**4, 10**6, 10**13):
+        for entries in (1, 10**6, 10**13):
             beyond = np.mean(noise + np.float32(1 / math.sqrt(entries)) > noise.max())
             of_step = 0.01 * -math.expm1(entries * math.log1p(-beyond)) if beyond < 1 else 0.01
             exact = -math.expm1(1000 * math.log1p(-of_step))

@@ -180,10 +180,8 @@ def test_taken_examples_are_those_of_the_batch(n, q, pad_to, hosts, shape, dtype
                 taken[~is_padding_example], np.asarray(source)[indices[~is_padding_example]]
             )
             # What adds nothing if the mask is forgotten, where the dtype has it.
-            padding = np.asarray(taken[is_padding_example])
-            assert (
-                np.isnan(padding).all() if dtype in ("float32", "bfloat16") else not padding.any()
-            )
+            nothing = np.nan if "float" in dtype else 0
+            np.testing.assert_array_equal(np.asarray(taken[is_padding_example], float), nothing)
 
 
 def test_a_step_is_asked_for_once():
@@ -196,11 +194,9 @@ def test_a_step_is_asked_for_once():
     ):
         sampler = PoissonSampler(60, 0.2)
         for step in (3, 0, 1):
-            looked_at, first = ask(sampler, step, peek=True), ask(sampler, step)
-            np.testing.assert_equal(looked_at, first)
+            np.testing.assert_equal(ask(sampler, step, peek=True), ask(sampler, step))
             with pytest.raises(ValueError, match=rf"has drawn step {step} before.*over all epochs"):
                 ask(sampler, step)
-        ask(dataclasses.replace(sampler), 3)  # another sampler
 
 
 @pytest.mark.parametrize(

@@ -159,10 +159,11 @@ def plan_of(**changed):
 
 
 def test_no_steps_and_the_most_noise_have_an_event_and_an_epsilon():
-    cyclic = dp.sampling.CyclicPoisson(0.2, cycle=2)
-    for sampling in (dp.sampling.Poisson(0.2), cyclic, dp.sampling.BallsInBins(2)):
-        more_bands = Banded.bisr(3) if sampling is cyclic else None
-        plan = plan_of(sampling=sampling, noise=more_bands, noise_multiplier=1e150)
+    kinds = dp.sampling.CyclicPoisson(0.2, cycle=2), dp.sampling.Poisson(0.2)
+    for sampling, noise in zip(
+        kinds, (Banded.bisr(3), None), strict=True
+    ):  # 3 bands in cycles of 2
+        plan = plan_of(sampling=sampling, noise=noise, noise_multiplier=1e150)
         assert plan.event(0) == dp_accounting.NoOpDpEvent()
         assert plan.epsilon(0) == 0 < plan.epsilon() < 1e-4
 

@@ -85,13 +85,10 @@ def test_a_small_seed_is_told(make_with):
 
 
 def test_a_parameter_with_the_name_of_the_released_count_is_refused():
-    step = make(
-        loss=lambda model, x, y: jnp.sum(model["count of norms"] * x),
-        l2_clip_norm=dp.clipping.Quantile(),
-    )
-    state = step.init({"count of norms": jnp.ones(())})
+    model, quantile = {"count of norms": jnp.ones(())}, dp.clipping.Quantile()
+    step = make(loss=lambda model, x, y: model["count of norms"] * y, l2_clip_norm=quantile)
     with pytest.raises(ValueError, match="both would get the same noise"):
-        step(state, XS, YS, is_padding_example=MASK)
+        step(step.init(model), XS, YS, is_padding_example=MASK)
 
 
 def test_arguments_that_are_missing_are_named():
