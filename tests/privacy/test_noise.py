@@ -177,10 +177,9 @@ class Same:
 def test_leaves_that_cannot_be_told_apart_are_refused():
     privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
     grads = {Same(1): jnp.zeros(3), Same(2): jnp.zeros(3)}
-    in_groups = optax.masked(privatizer, dict(zip(grads, (True, False), strict=True)))
-    for noise in (privatizer, in_groups):
+    for x in (privatizer, optax.masked(privatizer, dict(zip(grads, (True, False), strict=True)))):
         with pytest.raises(ValueError, match=r"several gradients have the path \[same\]"):
-            noise.update(grads, noise.init(grads))
+            x.update(grads, x.init(grads))
 
 
 # Secrets, and what tells runs apart.
