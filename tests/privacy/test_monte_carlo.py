@@ -39,6 +39,12 @@ def test_one_bin_is_a_gaussian(kind, column, noise, delta):
         assert 1 <= found / of_gaussian(moved, delta) < 1.1
 
 
+def test_two_directions_share_the_probability_of_failure():
+    draw, width = monte_carlo._losses(BINS(2), np.ones(1), 4)
+    bounds = [monte_carlo._bound(draw, width, x, 10**5, 0.01, 0.005) for x in (True, False)]
+    assert monte_carlo.epsilon(BINS(2), (1.0,), 4, 1.0, 0.01, confidence=0.99) == max(bounds)
+
+
 def in_the_plane(modes, noise, delta):
     """Epsilon of two modes, as likely: an integral over the plane that they span."""
     x, step = np.linspace(-9, 9, 901, retstep=True)

@@ -14,6 +14,7 @@ from dp_accounting.pld import PLDAccountant
 
 import eqx_dp as dp
 from eqx_dp.privacy import gaussian
+from eqx_dp.privacy.finite_precision import entries_covered
 from eqx_dp.privacy.strategies import Banded
 from tests.tiers import curated
 
@@ -160,40 +161,61 @@ def plan_of(**changed):
 
 def test_no_steps_and_the_most_noise_have_an_event_and_an_epsilon():
     kinds = dp.sampling.CyclicPoisson(0.2, cycle=2), dp.sampling.Poisson(0.2)
-    for sampling, noise in zip(
-        kinds, (Banded.bisr(3), None), strict=True
-    ):  # 3 bands in cycles of 2
+    of_noise = Banded.bisr(3), None  # 3 bands in cycles of 2
+    for sampling, noise in zip(kinds, of_noise, strict=True):
         plan = plan_of(sampling=sampling, noise=noise, noise_multiplier=1e150)
         assert plan.event(0) == dp_accounting.NoOpDpEvent()
         assert plan.epsilon(0) == 0 < plan.epsilon() < 1e-4
 
 
-def by_events(event, relation):
-    return PLDAccountant(relation).compose(event).get_epsilon(1e-5)
-
-
 RELATIONS = list(dp.NeighboringRelation)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("relation", curated(RELATIONS, RELATIONS[:2]))
-def test_cycles_are_accounted_for_as_the_library_does(relation):
-    cyclic, times = dp.sampling.CyclicPoisson(0.2, cycle=6), 1 + (relation.name == "REPLACE_ONE")
-    plan = plan_of(sampling=cyclic, neighboring_relation=relation)
-    gaussian = dp_accounting.GaussianDpEvent(1.2 * times)
-    sampled = dp_accounting.PoissonSampledDpEvent(0.2, gaussian)
-    wanted = by_events(dp_accounting.SelfComposedDpEvent(sampled, 10), relation)
-    assert plan.epsilon() == pytest.approx(wanted, rel=3e-3)
-    assert plan.epsilon(7) == pytest.approx(
-        plan.epsilon(12), rel=1e-6
-    )  # a cycle that was begun counts
-    strategy = Banded.bisr(3)
-    plan = plan_of(sampling=cyclic, noise=strategy, neighboring_relation=relation)
-    sensitivity = strategy.sensitivity(60, 6)
-    gaussian = dp_accounting.PoissonSampledDpEvent(
-        1.0, dp_accounting.GaussianDpEvent(1.2 * times / sensitivity)
-    )
-    assert plan.epsilon() == pytest.approx(by_events(gaussian, relation), rel=3e-3)
+def by_matrices(plan, noise=STRATEGIES["independent"]):
+    """The event of a plan of `CyclicPoisson` or Poisson: examples of one group are alike."""
+    probability, cycle = plan.sampling.sampling_prob, getattr(plan.sampling, "cycle", 1)
+    columns = np.linalg.inv(dense(noise, plan.steps))[:, ::cycle]
+    if np.any(np.sum(columns > 1e-12, axis=1) > 1):  # a participation meets the one before
+        probability, columns = 1.0, columns.sum(axis=1, keepdims=True)
+    noise_multiplier = plan.noise_multiplier / np.linalg.norm(columns, axis=0).max()
+    twice = 1 + (plan.neighboring_relation is dp.NeighboringRelation.REPLACE_ONE)
+    gaussian = dp_accounting.GaussianDpEvent(twice * noise_multiplier)
+    sampled = dp_accounting.PoissonSampledDpEvent(probability, gaussian)
+    return dp_accounting.SelfComposedDpEvent(sampled, columns.shape[1])
+
+
+def epsilon_by(*events, relation, delta, steps):
+    """Epsilon by the library, with what finite precision and overflow of each event cost."""
+    left = delta - sum(1e-3 * 5e-6 + count * 1e-12 for count in steps)
+    accountant = PLDAccountant(relation).compose(dp_accounting.ComposedDpEvent([*events]))
+    return accountant.get_epsilon(left) + 5e-5 * len(events)
+
+
+@pytest.mark.parametrize("relation", curated(RELATIONS, RELATIONS[:1]))
+def test_plans_are_accounted_for_as_the_library_does_by_matrices(relation):
+    cyclic, plans = dp.sampling.CyclicPoisson(0.2, cycle=6), []
+    for name in ("independent", "kept", "bisr"):
+        noise, fields = STRATEGIES[name], {"delta": 5e-6, "neighboring_relation": relation}
+        plans.append(plan_of(sampling=cyclic, noise=noise, **fields))
+        of_plan = {"relation": relation, "delta": 5e-6, "steps": [60]}
+        wanted = epsilon_by(by_matrices(plans[-1], noise), **of_plan)
+        assert plans[-1].epsilon() == pytest.approx(wanted, rel=1e-5 if name != "bisr" else 3e-3)
+    assert plans[0].epsilon(7) == pytest.approx(plans[0].epsilon(12), rel=1e-6)  # a begun cycle
+    events = by_matrices(plans[0]), by_matrices(plans[1], STRATEGIES["kept"])
+    wanted = epsilon_by(*events, relation=relation, delta=1e-5, steps=[60, 60])
+    assert dp.compose(*plans[:2]).epsilon() == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["two", "bisr"])
+def test_entries_are_paid_for_as_matrices_say(name):
+    noise, inverse = STRATEGIES[name], dense(STRATEGIES[name], 60)
+    growth = np.abs(inverse[:, 0]).sum() * (1 + np.linalg.norm(np.linalg.inv(inverse)[:, 0]) / 16)
+    most = int(entries_covered(1e-5) / 60 / growth**2)
+    plan = plan_of(sampling=dp.sampling.CyclicPoisson(0.2, cycle=6), noise=noise)
+    privatizer = plan.privatizer(dp.filter_clipped_grad(loss, l2_clip_norm=1.0))
+    privatizer.init(jax.ShapeDtypeStruct((most - 1,), jnp.float32))
+    with pytest.raises(ValueError, match="has paid for the finite precision of"):
+        privatizer.init(jax.ShapeDtypeStruct((most + 1,), jnp.float32))
 
 
 def test_a_calibrated_plan_keeps_to_its_budget_and_is_read_back():
