@@ -86,6 +86,7 @@ def epsilon_of(run: Run, noise_multiplier: float, delta: float) -> float:
     return epsilon_at(run, noise_multiplier, delta_left(run, delta), interval)
 
 
+@functools.lru_cache(maxsize=64)
 def epsilon_at(run: Run, noise_multiplier: float, left: float, interval: float) -> float:
     """Epsilon at a discretization: bit for bit that of PLDAccountant for `event_of`.
 

@@ -13,6 +13,11 @@ from .finite_precision import PRECISION_EPSILON
 _LEAST, _MOST = math.log(LEAST_NOISE), math.log(1e15)
 # The intervals of the first search are this many times as wide, where epsilon is cheap.
 _COARSE = 30.0
+# And those that epsilon is extrapolated from are this many times narrower.
+_CLOSER = 6.0
+# The first search is for the logarithm of the noise multiplier, to this.
+_NEAR = 0.02
+_MOST_TRIES = 40
 # Epsilon of 0, and infinite epsilon, on a logarithmic scale.
 _ZERO, _INFINITE = -700.0, 700.0
 
@@ -23,34 +28,78 @@ def least_noise_of(run: Run, delta: float, budget: float) -> float:
     (To 5e-3 of it where delta is close to what float64 may lose: rounding makes epsilon jump up and
     down there.) The result keeps to the budget at the plan's own discretization.
     """
+    left = delta_left(run, delta)
+
+    def wide(own: float) -> float:
+        return max(own, min(_COARSE * own, budget / 50))
 
     def roughly(noise: float) -> float:
-        own = discretization(run, noise)
-        wide = max(own, min(_COARSE * own, budget / 50))
-        return epsilon_at(run, noise, delta_left(run, delta), wide)
+        return epsilon_at(run, noise, left, wide(discretization(run, noise)))
 
-    tolerance = 1e-4 if delta_left(run, delta) > 0.9 * delta else 5e-3
-    return least_noise(lambda noise: epsilon_of(run, noise, delta), budget, tolerance, roughly)
+    def nearly(noise: float) -> float:
+        # What discretization adds to epsilon grows with the square of the intervals.
+        own, rough = discretization(run, noise), roughly(noise)
+        if (widest := wide(own)) == own or math.isinf(rough):
+            return rough
+        narrower = max(own, widest / _CLOSER)
+        closer = epsilon_at(run, noise, left, narrower)
+        share = (narrower**2 - own**2) / (widest**2 - narrower**2)
+        return closer - (rough - closer) * share
+
+    tolerance = 1e-4 if left > 0.9 * delta else 5e-3
+    exactly = functools.partial(epsilon_of, run, delta=delta)
+    return least_noise(exactly, budget, tolerance, roughly, nearly)
 
 
 def least_noise(
     epsilon: Callable[[float], float],
     budget: float,
     tolerance: float,
-    roughly: Callable[[float], float] | None = None,
+    *rougher: Callable[[float], float],
 ) -> float:
     """The least noise multiplier that keeps to a budget, to a tolerance, by any falling function.
 
-    It is searched by bisection and secants (Brent 1973), first by a rough epsilon if there is one.
+    It is searched by bisection and secants (Brent 1973), first by rougher functions if there are
+    some, the roughest first.
     """
-    exceeds = functools.partial(_excess, epsilon, budget)
-    best = 0.0
-    if roughly is not None:
-        best = _root(functools.partial(_excess, roughly, budget), best, 1e-3, budget)
-    best = _root(exceeds, best, tolerance / 2, budget)
-    while exceeds(best) > 0:
-        best += tolerance / 2
+    first, *others = (functools.partial(_excess, one, budget) for one in (*rougher, epsilon))
+    best = _root(first, 0.0, _NEAR, budget)
+    slope = (first(best - _NEAR) - first(best)) / _NEAR
+    for exceeds in others or [first]:
+        best, slope = _polished(exceeds, best, slope, tolerance, budget)
     return max(math.exp(best), LEAST_NOISE)
+
+
+def _polished(
+    excess: Callable[[float], float], start: float, slope: float, tolerance: float, budget: float
+) -> tuple[float, float]:
+    """A number at or above the root of a falling function by at most a tolerance; and the slope.
+
+    From a start that is near, by Newton's method with the slope of a similar function, which aims
+    at the middle of what is tolerated: most often, one or two values of the function suffice.
+    """
+    low, high, slope = -math.inf, math.inf, min(max(slope, 0.1), 1e4)
+    at, before = start, (start, 0.0)
+    for _ in range(_MOST_TRIES):
+        found = excess(at)
+        if -slope * tolerance <= found <= 0:
+            return at, slope
+        low, high = (at, high) if found > 0 else (low, at)
+        if high - low <= tolerance:
+            return high, slope
+        if at != before[0]:
+            secant = (found - before[1]) / (before[0] - at)
+            slope = min(max(secant, slope / 4), 4 * slope)
+        before = at, found
+        at += min(max(found / slope + tolerance / 2, -1.0), 1.0)
+        if not low < at < high:
+            at = (low + high) / 2
+        if not _LEAST < at < _MOST:
+            break
+    best = _root(excess, start, tolerance / 2, budget)
+    while excess(best) > 0:
+        best += tolerance / 2
+    return best, slope
 
 
 def _excess(epsilon: Callable[[float], float], budget: float, log_noise: float) -> float:
