@@ -76,7 +76,7 @@ def test_epsilon_of_a_noise_multiplier_is_the_plan_s(capsys, tmp_path):
     assert found["spent"][4]["epsilon"] == plan.epsilon(100)
     mine = "epsilon", "--plan", str(file := tmp_path / "plan.json")
     bins, users = dp.sampling.BallsInBins(1), dp.Users(None, 2)
-    other = dp.PrivacyPlan(None, 1, 1, 0.1, sampling=bins, unit=users)
+    other = dp.PrivacyPlan(None, 2, 1, 0.1, sampling=bins, noise=dp.Banded.bisr(2), unit=users)
     file.write_text(other.to_json())
     for words, known in (((*RUN, "--noise-multiplier", "1.1"), plan), (mine, other)):
         text = printed(capsys, *words)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import dp_accounting
 from dp_accounting import NeighboringRelation
-from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld import privacy_loss_distribution as pld
 
 from ..expected import expect
+from . import random_allocation
 
 # How far one example can move a sum of gradients, each of them at most 1 in norm.
 SENSITIVITY_OF_UNIT_NORM = {
@@ -41,17 +41,25 @@ class Run(NamedTuple):
         sampling_prob: the probability that an example takes part in a step.
         steps: how many have been taken.
         relation: which data sets are neighbors.
+        bins: above 1, each of the `steps` is a cycle of so many, and an example takes part in one
+            of them, drawn at random (`random_allocation.py`).
     """
 
     sampling_prob: float
     steps: int
     relation: NeighboringRelation
+    bins: int = 1
 
 
 def event_of(run: Run, noise_multiplier: float) -> dp_accounting.DpEvent:
-    """The steps of a run, in dp_accounting's terms."""
+    """The steps of a run, in dp_accounting's terms; a ValueError where it has none."""
     if run.steps == 0:
         return dp_accounting.NoOpDpEvent()
+    if run.bins > 1:
+        raise ValueError(
+            "dp_accounting has no event for a random step of each cycle (RandomAllocation, "
+            "BallsInBins). Take plan.epsilon, or dp.compose for several releases together."
+        )
     per_norm_bound = noise_multiplier * SENSITIVITY_OF_UNIT_NORM[run.relation]
     if run.sampling_prob < 1:
         gaussian = dp_accounting.GaussianDpEvent(per_norm_bound)
@@ -88,18 +96,29 @@ def epsilon_of(run: Run, noise_multiplier: float, delta: float) -> float:
 
 @functools.lru_cache(maxsize=64)
 def epsilon_at(run: Run, noise_multiplier: float, left: float, interval: float) -> float:
-    """Epsilon at a discretization: bit for bit that of PLDAccountant for `event_of`.
+    """Epsilon at a discretization: that of PLDAccountant for `event_of`, where there is one.
 
     The run has at least one step, with at least `LEAST_NOISE`; `left` is by `delta_left`.
     """
     if left <= 0 or interval > WIDEST_INTERVAL:
         return math.inf
-    if run.sampling_prob == 1:
-        accountant = PLDAccountant(run.relation, value_discretization_interval=interval)
-        return float(accountant.compose(event_of(run, noise_multiplier)).get_epsilon(left))
+    return float(losses_of(run, noise_multiplier, interval).get_epsilon_for_delta(left))
+
+
+@functools.lru_cache(maxsize=2)
+def losses_of(run: Run, noise_multiplier: float, interval: float) -> pld.PrivacyLossDistribution:
+    """Privacy losses of a run of at least one step, with at least `LEAST_NOISE`."""
+    if run.sampling_prob == 1 and not _is_allocated(run, noise_multiplier):
+        # All steps are one mechanism of less noise.
+        noise = noise_multiplier / math.sqrt(run.steps)
+        return _losses_of_step(run._replace(steps=1, bins=1), noise, interval)
     losses = _losses_of_step(run._replace(steps=1), noise_multiplier, interval)
-    of_run = pld.identity(interval).compose(losses.self_compose(run.steps))
-    return float(of_run.get_epsilon_for_delta(left))
+    return pld.identity(interval).compose(losses.self_compose(run.steps))
+
+
+def _is_allocated(run: Run, noise_multiplier: float) -> bool:
+    """Whether the draw of a step is accounted for: without, it only costs more."""
+    return run.bins > 1 and noise_multiplier >= random_allocation.LEAST_NOISE
 
 
 def delta_left(run: Run, delta: float) -> float:
@@ -107,12 +126,14 @@ def delta_left(run: Run, delta: float) -> float:
     return delta - run.steps * ROUNDING_DELTA
 
 
-# They take PLDAccountant most of the time, and are the same for other numbers of steps.
+# They take most of the time, and are the same for other numbers of steps.
 @functools.lru_cache(maxsize=4)
 def _losses_of_step(
     step: Run, noise_multiplier: float, interval: float
 ) -> pld.PrivacyLossDistribution:
-    """Privacy losses of one sampled step, in dp_accounting's terms: those of `event_of`."""
+    """Privacy losses of one step, sampled or not, or of one cycle."""
+    if step.bins > 1:
+        return random_allocation.losses(step.bins, noise_multiplier, interval)
     return pld.from_gaussian_mechanism(
         noise_multiplier * SENSITIVITY_OF_UNIT_NORM[step.relation],
         value_discretization_interval=interval,
@@ -128,6 +149,8 @@ def discretization(run: Run, noise_multiplier: float) -> float:
     the losses: that of one mechanism (about 1 / noise_multiplier^2) and that of the run. Where they
     are in the hundreds, epsilon is too, and the intervals are wider.
     """
+    if _is_allocated(run, noise_multiplier):
+        return random_allocation.interval(run.bins, noise_multiplier)
     # Without sampling, all steps are accounted for as one Gaussian mechanism of less noise.
     of_one = (1 if run.sampling_prob < 1 else run.steps) / noise_multiplier**2
     of_all = run.steps * run.sampling_prob**2 / noise_multiplier**2

@@ -15,9 +15,6 @@ _LEAST, _MOST = math.log(LEAST_NOISE), math.log(1e15)
 _COARSE = 30.0
 # And those that epsilon is extrapolated from are this many times narrower.
 _CLOSER = 6.0
-# The first search is for the logarithm of the noise multiplier, to this.
-_NEAR = 0.02
-_MOST_TRIES = 40
 # Epsilon of 0, and infinite epsilon, on a logarithmic scale.
 _ZERO, _INFINITE = -700.0, 700.0
 
@@ -55,51 +52,28 @@ def least_noise(
     epsilon: Callable[[float], float],
     budget: float,
     tolerance: float,
-    *rougher: Callable[[float], float],
+    roughly: Callable[[float], float] | None = None,
+    nearly: Callable[[float], float] | None = None,
 ) -> float:
     """The least noise multiplier that keeps to a budget, to a tolerance, by any falling function.
 
-    It is searched by bisection and secants (Brent 1973), first by rougher functions if there are
-    some, the roughest first.
+    It is searched by bisection and secants (Brent 1973), first by a rough epsilon if there is one.
+    From there, two of Newton's steps by an epsilon that is nearly right most often suffice.
     """
-    first, *others = (functools.partial(_excess, one, budget) for one in (*rougher, epsilon))
-    best = _root(first, 0.0, _NEAR, budget)
-    slope = (first(best - _NEAR) - first(best)) / _NEAR
-    for exceeds in others or [first]:
-        best, slope = _polished(exceeds, best, slope, tolerance, budget)
-    return max(math.exp(best), LEAST_NOISE)
-
-
-def _polished(
-    excess: Callable[[float], float], start: float, slope: float, tolerance: float, budget: float
-) -> tuple[float, float]:
-    """A number at or above the root of a falling function by at most a tolerance; and the slope.
-
-    From a start that is near, by Newton's method with the slope of a similar function, which aims
-    at the middle of what is tolerated: most often, one or two values of the function suffice.
-    """
-    low, high, slope = -math.inf, math.inf, min(max(slope, 0.1), 1e4)
-    at, before = start, (start, 0.0)
-    for _ in range(_MOST_TRIES):
-        found = excess(at)
-        if -slope * tolerance <= found <= 0:
-            return at, slope
-        low, high = (at, high) if found > 0 else (low, at)
-        if high - low <= tolerance:
-            return high, slope
-        if at != before[0]:
-            secant = (found - before[1]) / (before[0] - at)
-            slope = min(max(secant, slope / 4), 4 * slope)
-        before = at, found
-        at += min(max(found / slope + tolerance / 2, -1.0), 1.0)
-        if not low < at < high:
-            at = (low + high) / 2
-        if not _LEAST < at < _MOST:
-            break
-    best = _root(excess, start, tolerance / 2, budget)
-    while excess(best) > 0:
+    exceeds = functools.partial(_excess, epsilon, budget)
+    best = 0.0
+    if roughly is not None and nearly is not None:
+        rough, near = (functools.partial(_excess, one, budget) for one in (roughly, nearly))
+        best = _root(rough, best, 1e-3, budget)
+        slope = max((rough(best - 0.01) - rough(best)) / 0.01, 0.1)
+        for aim in (0.0, tolerance / 2):
+            best += max(-0.1, min(near(best) / slope + aim, 0.1))
+        if -slope * tolerance <= exceeds(best) <= 0:
+            return max(math.exp(best), LEAST_NOISE)
+    best = _root(exceeds, best, tolerance / 2, budget)
+    while exceeds(best) > 0:
         best += tolerance / 2
-    return best, slope
+    return max(math.exp(best), LEAST_NOISE)
 
 
 def _excess(epsilon: Callable[[float], float], budget: float, log_noise: float) -> float:

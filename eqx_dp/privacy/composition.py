@@ -1,13 +1,16 @@
 """One budget for several releases: plans whose runs are seen together."""
 
 import dataclasses
+import functools
+import itertools
 import math
 from typing import SupportsFloat
 
 import dp_accounting
-from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from ..expected import expect, real_number
+from .accounting import LEAST_NOISE, discretization, losses_of
 from .finite_precision import PRECISION_EPSILON
 from .plan import PrivacyPlan
 
@@ -47,8 +50,9 @@ class Composition:
         for plan in self.plans:
             if plan.mechanism().reduced() is None:
                 raise ValueError(
-                    f"plans of {type(plan.sampling).__name__} have no privacy loss distribution, "
-                    "and cannot be composed. Take Poisson or CyclicPoisson."
+                    f"plans of {type(plan.sampling).__name__} have no privacy loss distribution "
+                    "with this noise, and cannot be composed. Take Poisson, CyclicPoisson or "
+                    "RandomAllocation."
                 )
 
     @property
@@ -61,13 +65,15 @@ class Composition:
         return dp_accounting.ComposedDpEvent([plan.event() for plan in self.plans])
 
     def epsilon(self) -> float:
-        """Epsilon of all releases together, at `delta`; infinite if one has no noise."""
-        if any(plan.noise_multiplier == 0 for plan in self.plans):
+        """Epsilon of all releases together, at `delta`; infinite if one has hardly any noise."""
+        reduced = [plan.mechanism().reduced(plan.noise_multiplier) for plan in self.plans]
+        runs = [one for one in reduced if one is not None]
+        if any(noise < LEAST_NOISE for _, noise in runs):
             return math.inf
-        intervals = [x.mechanism().discretization(x.noise_multiplier) or 0.0 for x in self.plans]
-        relation = self.plans[0].neighboring_relation
-        accountant = PLDAccountant(relation, value_discretization_interval=max(intervals))
-        found = float(accountant.compose(self.event()).get_epsilon(self._left))
+        interval = max(itertools.starmap(discretization, runs))
+        first, *others = (losses_of(*run, interval) for run in runs)
+        together = functools.reduce(PrivacyLossDistribution.compose, others, first)
+        found = float(together.get_epsilon_for_delta(self._left))
         return found + len(self.plans) * PRECISION_EPSILON
 
 
@@ -81,7 +87,8 @@ def compose(*plans: PrivacyPlan, delta: SupportsFloat | None = None) -> Composit
 
     Args:
         *plans: two or more, with one neighboring relation and one unit (all of users, or none), of
-            kinds that dp_accounting has events for: not those that Monte Carlo accounts for.
+            kinds that have a privacy loss distribution: neither `FixedSize` nor those that Monte
+            Carlo accounts for.
         delta: of all together; by default the sum of theirs.
 
     Returns:
@@ -89,7 +96,8 @@ def compose(*plans: PrivacyPlan, delta: SupportsFloat | None = None) -> Composit
 
     Raises:
         ValueError: `plans` holds something else, plans of several relations or units, or one
-            without an event; `delta` is out of its range, or less than overflow and precision cost.
+            without a distribution; `delta` is out of its range, or less than overflow and precision
+            cost.
     """
     for plan in plans:
         expect("plans", plan, PrivacyPlan, "dp.PrivacyPlan objects")

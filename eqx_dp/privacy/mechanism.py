@@ -10,11 +10,10 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant
 
 from . import monte_carlo
-from .accounting import LEAST_NOISE, Run, discretization, epsilon_of, event_of
+from .accounting import Run, epsilon_of, event_of
 from .calibration import least_noise, least_noise_of
 from .sampling_kinds import (
     BallsInBins,
-    Bins,
     CyclicPoisson,
     FixedSize,
     Kind,
@@ -34,8 +33,10 @@ class Mechanism(NamedTuple):
     | `CyclicPoisson`, C of at most `cycle` bands | any | the same, of a cycle (arXiv 2306.08153) |
     | `CyclicPoisson`, C with more | `Banded` | one Gaussian mechanism of `Banded.sensitivity` |
     | `FixedSize` | independent | Renyi divergences (`REPLACE_ONE` alone) |
-    | `BallsInBins`, `MinSeparation` | any | Monte Carlo, for one start |
-    | `RandomAllocation` | independent | Monte Carlo |
+    | `RandomAllocation` | independent | the distribution of a cycle (`random_allocation.py`) |
+    | `BallsInBins` | independent | the same, of one cycle with the noise / sqrt(cycles) |
+    | `BallsInBins` | `Banded` | Monte Carlo |
+    | `MinSeparation` | any | Monte Carlo |
 
     Attributes:
         sampling: how batches are drawn.
@@ -69,7 +70,8 @@ class Mechanism(NamedTuple):
     @property
     def confidence(self) -> float:
         """In `epsilon`: below 1 where it comes from random draws."""
-        return monte_carlo.CONFIDENCE if isinstance(self.sampling, Bins | MinSeparation) else 1.0
+        is_by_samples = self.is_one_start and self.reduced() is None
+        return monte_carlo.CONFIDENCE if is_by_samples else 1.0
 
     def check(self) -> None:
         """Raises a ValueError unless something accounts for sampling and noise together."""
@@ -103,41 +105,42 @@ class Mechanism(NamedTuple):
         found = self.noise.column(self.steps)
         return tuple(found[: int(np.flatnonzero(found)[-1]) + 1].tolist())
 
-    def reduced(self) -> tuple[Run, float] | None:
-        """A run of sampled Gaussian mechanisms that costs as much, and its share of the noise.
+    def reduced(self, noise_multiplier: float = 1.0) -> tuple[Run, float] | None:
+        """A run that has a privacy loss distribution and costs as much, and its noise multiplier.
 
-        None where there is none. Its noise multiplier is that of the plan times the share.
+        None where there is none.
         """
         column = self.column()
         match self.sampling:
             case Poisson(sampling_prob=probability):
-                return Run(probability, self.steps, self.relation), 1.0
+                return Run(probability, self.steps, self.relation), noise_multiplier
             case CyclicPoisson(sampling_prob=probability, cycle=cycle):
                 rounds = -(-self.steps // cycle)
                 if len(column) <= cycle:
                     # An example touches at most `cycle` rows of C G each time, and never one twice.
                     run = Run(probability, rounds, self.relation)
-                    return run, 1 / math.hypot(*column)
+                    return run, noise_multiplier / math.hypot(*column)
                 assert self.noise is not None
                 sensitivity = self.noise.sensitivity(rounds * cycle, cycle)
-                return Run(1.0, min(rounds, 1), self.relation), 1 / sensitivity
+                return Run(1.0, min(rounds, 1), self.relation), noise_multiplier / sensitivity
+            case RandomAllocation(cycle=cycle):
+                return Run(1.0, -(-self.steps // cycle), self.relation, cycle), noise_multiplier
+            case BallsInBins(cycle=cycle) if len(column) == 1:
+                # An example moves the same step of each cycle. A begun cycle only costs less.
+                rounds = max(-(-self.steps // cycle), 1)
+                run = Run(1.0, min(self.steps, 1), self.relation, cycle)
+                return run, noise_multiplier / math.sqrt(rounds)
             case _:
                 return None
 
-    def discretization(self, noise_multiplier: float) -> float | None:
-        """The width of the intervals of privacy losses; None if there is no distribution."""
-        if (reduced := self.reduced()) is None:
-            return None
-        return discretization(reduced[0], max(noise_multiplier * reduced[1], LEAST_NOISE))
-
     def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         """The event for dp_accounting; a ValueError where it has none."""
-        if (reduced := self.reduced()) is not None:
-            return event_of(reduced[0], noise_multiplier * reduced[1])
+        if (reduced := self.reduced(noise_multiplier)) is not None:
+            return event_of(*reduced)
         if not isinstance(self.sampling, FixedSize):
             raise ValueError(
-                f"dp_accounting has no event for {type(self.sampling).__name__}: its epsilon is by "
-                "Monte Carlo accounting. For several releases together take CyclicPoisson."
+                f"dp_accounting has no event for {type(self.sampling).__name__} with this noise: "
+                "its epsilon is by Monte Carlo. For several releases together take CyclicPoisson."
             )
         gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
         sizes = self.sampling.num_examples, self.sampling.batch_size
@@ -148,8 +151,8 @@ class Mechanism(NamedTuple):
         """Epsilon at a delta."""
         if self.steps == 0:
             return 0.0
-        if (reduced := self.reduced()) is not None:
-            return epsilon_of(reduced[0], noise_multiplier * reduced[1], delta)
+        if (reduced := self.reduced(noise_multiplier)) is not None:
+            return epsilon_of(*reduced, delta)
         if noise_multiplier == 0:
             return math.inf
         if isinstance(self.sampling, FixedSize):

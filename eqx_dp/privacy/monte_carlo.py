@@ -1,4 +1,6 @@
-"""Epsilon for kinds of sampling whose steps are bound together: by random samples of the loss.
+"""Epsilon for kinds of sampling that nothing else accounts for: by random samples of the loss.
+
+These are `BallsInBins` with correlated noise, and `MinSeparation`.
 
 One example x is the question; what the others do is the same on both sides. Which steps x is in is
 drawn by the kind of sampling. Then the release is at worst a Gaussian around C times the indicator
@@ -22,16 +24,15 @@ falls with epsilon, so that the statement at the true epsilon covers the epsilon
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
-from dp_accounting import NeighboringRelation
 from jaxtyping import Float64
 from scipy import signal, special
 
 from ..extras import extra
-from .sampling_kinds import Bins, Kind, MinSeparation
+from .sampling_kinds import BallsInBins, Kind, MinSeparation
 
 CONFIDENCE = 1 - 1e-6
 """With which an epsilon by Monte Carlo is an upper bound."""
@@ -48,14 +49,14 @@ Draw = Callable[[np.random.Generator, int, bool], Losses]
 """Draws losses of (P, Q), or of (Q, P): so many, and of which of the two."""
 
 
+@functools.lru_cache(maxsize=1024)
 def epsilon(
     kind: Kind,
-    column: Sequence[float],
+    column: tuple[float, ...],
     steps: int,
     noise_multiplier: float,
     delta: float,
     confidence: float = CONFIDENCE,
-    relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
 ) -> float:
     """An upper bound of epsilon, for kinds of sampling that bind steps together.
 
@@ -63,55 +64,28 @@ def epsilon(
     seed) it is at least the epsilon of the run at `delta`: of `steps` steps from step 0, the
     examples of which `kind` draws, whose sums of gradients of norm at most 1 get the noise C^-1 z.
     C is the lower triangular Toeplitz matrix with `column`, z are independent normal numbers of
-    standard deviation `noise_multiplier`. It is some percent above that epsilon. It holds where
-    gradients depend on earlier releases, too.
+    standard deviation `noise_multiplier`. Examples are added, removed or zeroed out. It is some
+    percent above that epsilon. It holds where gradients depend on earlier releases, too.
 
     | case | what happens |
     |---|---|
-    | `noise_multiplier` is 0 | infinite |
-    | `steps` is 0 | 0 |
-    | `column` is longer than `steps` | what is beyond does not matter |
-    | independent noise, a run ends within a cycle of bins | counted to the end of the cycle |
-    | `column` is (1,) | independent noise |
     | epsilon is above 10^4 | infinite |
     | many bins, or delta of 1e-6 | minutes, and a bound that is less close |
     | `delta` is below 3e-7 | infinite: too few samples are drawn to find anything |
 
     Args:
-        kind: `BallsInBins`, `RandomAllocation` (independent noise only) or `MinSeparation` (at most
-            `separation` bands; needs jax_privacy, whose samples these are).
-        column: The first column of C, non-negative.
-        steps: How many have been taken.
-        noise_multiplier: Standard deviation of z / clip norm, as jax_privacy's.
+        kind: `BallsInBins`, or `MinSeparation` (needs jax_privacy, whose samples these are).
+        column: The first column of C, non-negative, at most `separation` entries.
+        steps: How many have been taken, at least 1.
+        noise_multiplier: Standard deviation of z / clip norm, as jax_privacy's; above 0.
         delta: In (0, 1).
         confidence: In (0, 1).
-        relation: Add or remove, or zero-out.
 
     Raises:
-        ValueError: If nothing accounts for that kind, noise or relation, or the column is no column
-            of non-negative numbers.
         MissingExtra: If jax_privacy is needed and not installed.
     """
-    if relation is NeighboringRelation.REPLACE_ONE:
-        raise ValueError(
-            f"REPLACE_ONE is not accounted for with {type(kind).__name__}: a replaced example is a "
-            "mixture against a mixture, for which no dominating pair is known. Take "
-            "ADD_OR_REMOVE_ONE (its epsilon for delta gives that of two changes, by the group)."
-        )
-    entries = np.trim_zeros(np.asarray(column, np.float64)[:steps], "b")
-    if entries.ndim != 1 or not (entries >= 0).all() or (steps and not entries.sum() > 0):
-        raise ValueError(f"column must be non-negative numbers, the first above 0; found {column}.")
-    if steps == 0 or noise_multiplier == 0:
-        return 0.0 if steps == 0 else math.inf
-    return _epsilon(kind, tuple(entries / noise_multiplier), steps, delta, confidence)
-
-
-@functools.lru_cache(maxsize=1024)
-def _epsilon(
-    kind: Kind, column: tuple[float, ...], steps: int, delta: float, confidence: float
-) -> float:
     failure = (1 - confidence) / 2  # of each of the two directions
-    draw, width = _losses(kind, np.array(column), steps)
+    draw, width = _losses(kind, np.array(column[:steps]) / noise_multiplier, steps)
     affordable = min(_PRECISE / delta, _MOST_NUMBERS / width)
     count = math.ceil(min(max(_ENOUGH / delta, affordable), _MOST_SAMPLES))
     return max(
@@ -165,20 +139,10 @@ def _least(suffices: Callable[[float], bool], low: float, high: float) -> float:
 
 def _losses(kind: Kind, column: Column, steps: int) -> tuple[Draw, int]:
     """Losses of a run whose noise has a standard deviation of 1, and normal numbers in each."""
-    if isinstance(kind, Bins) and len(column) == 1:
-        # Modes are orthogonal. More steps than there are, up to a whole cycle, only cost more.
-        cycles = -(-steps // kind.cycle)
-        together, parts = (1, cycles) if kind.are_drawn_anew else (cycles, 1)
-        return _of_bins(np.full(kind.cycle, column[0] ** 2 * together), parts)
-    if isinstance(kind, Bins) and not kind.are_drawn_anew:
-        return _of_bins(_gram(column, kind.cycle, steps), 1)
-    if isinstance(kind, MinSeparation) and len(column) <= kind.separation:
+    if isinstance(kind, MinSeparation):
         return _of_min_separation(kind, column, steps), steps
-    raise ValueError(
-        f"no Monte Carlo accounting for {kind} with {len(column)} bands of noise: it knows "
-        "BallsInBins, RandomAllocation with independent noise (1 band), and MinSeparation with at "
-        "most `separation` bands."
-    )
+    cycle = cast(BallsInBins, kind).cycle
+    return _of_bins(_gram(column, cycle, steps)), cycle
 
 
 def _gram(column: Column, cycle: int, steps: int) -> Float64[np.ndarray, "cycle cycle"]:
@@ -194,29 +158,20 @@ def _gram(column: Column, cycle: int, steps: int) -> Float64[np.ndarray, "cycle 
     return gram
 
 
-def _of_bins(gram: Float64[np.ndarray, "cycle *cycle"], parts: int) -> tuple[Draw, int]:
-    """Losses of so many independent parts, each with these modes (a diagonal stands for all)."""
-    cycle, is_diagonal = len(gram), gram.ndim == 1
-    norms = gram if is_diagonal else np.diag(gram)
-    values, vectors = (gram, None) if is_diagonal else np.linalg.eigh(gram)
+def _of_bins(gram: Float64[np.ndarray, "cycle cycle"]) -> Draw:
+    """Losses of the modes of bins."""
+    values, vectors = np.linalg.eigh(gram)
     root = np.sqrt(np.maximum(values, 0))
 
     def draw(generator: np.random.Generator, count: int, is_removed: bool) -> Losses:
-        losses = np.zeros(count)
-        for _ in range(parts):
-            # <mode, y> for each mode, y Gaussian.
-            dots = generator.standard_normal((count, cycle)) * root
-            dots = dots if vectors is None else dots @ vectors.T
-            if is_removed:
-                bins = generator.integers(cycle, size=count)
-                if is_diagonal:
-                    dots[np.arange(count), bins] += gram[bins]
-                else:
-                    dots += gram[bins]
-            losses += cast(Any, special).logsumexp(dots - norms / 2, axis=1) - math.log(cycle)
-        return losses if is_removed else -losses
+        # <mode, y> for each mode, y Gaussian.
+        dots = generator.standard_normal((count, len(gram))) * root @ vectors.T
+        if is_removed:
+            dots += gram[generator.integers(len(gram), size=count)]
+        losses = cast(Any, special).logsumexp(dots - np.diag(gram) / 2, axis=1)
+        return (losses - math.log(len(gram))) * (1 if is_removed else -1)
 
-    return draw, parts * cycle
+    return draw
 
 
 def _of_min_separation(kind: MinSeparation, column: Column, steps: int) -> Draw:

@@ -35,8 +35,10 @@ class PrivacyPlan(AccountedPlan):
     |---|---|---|
     | `Poisson` | independent | privacy loss distributions |
     | `CyclicPoisson` | independent, `Banded` | privacy loss distributions |
-    | `BallsInBins`, `MinSeparation` | independent, `Banded` | Monte Carlo; a run has one start |
-    | `RandomAllocation` | independent | Monte Carlo |
+    | `RandomAllocation` | independent | the distribution of a cycle (arXiv 2602.17284), composed |
+    | `BallsInBins` | independent | the same, of one cycle of less noise; a run has one start |
+    | `BallsInBins` | `Banded` | Monte Carlo; a run has one start |
+    | `MinSeparation` | independent, `Banded` | Monte Carlo; a run has one start |
     | `FixedSize`, `REPLACE_ONE` | independent | Renyi divergences |
 
     Privacy loss distributions are those of dp_accounting (Koskela et al. 2020; Doroshenko et al.

@@ -261,8 +261,9 @@ class BallsInBins(Bins):
 
     So each example takes part once in every `cycle` steps, in the same place of each cycle. It buys
     amplification for correlated noise of any number of bands (Choquette-Choo et al. 2024, arXiv
-    2410.06266), and steady use of the data. It costs accounting by Monte Carlo: epsilon is an upper
-    bound with a stated confidence.
+    2410.06266), and steady use of the data. With independent noise it is accounted for like
+    `RandomAllocation`. Correlated noise costs accounting by Monte Carlo: epsilon is an upper bound
+    with a stated confidence.
 
     | case | what happens |
     |---|---|
@@ -284,8 +285,9 @@ class RandomAllocation(Bins):
 
     Each example takes part once in each cycle, in a place that is drawn for each cycle. It buys
     amplification close to that of `Poisson`, with every example in every cycle (Feldman and
-    Shenfeld 2025, arXiv 2502.08202; accounting: arXiv 2602.17284). It costs accounting by Monte
-    Carlo, and noise must be independent.
+    Shenfeld 2025, arXiv 2502.08202; accounting: arXiv 2602.17284), accounted for without samples.
+    For 300 steps, cycle 100, delta 1e-5 epsilon is 0.955 at noise multiplier 1, 13.7 at 0.4; that
+    of `Poisson` is 1.068 and 17.2. It costs correlated noise: noise must be independent.
 
     | case | what happens |
     |---|---|

@@ -13,7 +13,7 @@ import eqx_dp as dp
 from eqx_dp.privacy import monte_carlo
 from tests.tiers import curated
 
-BINS, ANEW, APART = dp.sampling.BallsInBins, dp.sampling.RandomAllocation, dp.sampling.MinSeparation
+BINS, APART = dp.sampling.BallsInBins, dp.sampling.MinSeparation
 
 
 def of_gaussian(moved, delta):
@@ -27,13 +27,11 @@ def of_gaussian(moved, delta):
 
 
 @pytest.mark.parametrize(("noise", "delta"), curated([(1.0, 1e-2), (4.0, 3e-4)], [(1.0, 1e-2)]))
-@pytest.mark.parametrize(
-    ("kind", "column"), [(BINS(1), (1,)), (BINS(1), (1, 0.5)), (ANEW(1), (1,))]
-)
-def test_one_bin_is_a_gaussian(kind, column, noise, delta):
+@pytest.mark.parametrize("column", [(1,), (1, 0.5)])
+def test_one_bin_is_a_gaussian(column, noise, delta):
     """Where an example is removed, and where it is added: the larger epsilon hides the other."""
     moved = np.linalg.norm(np.convolve(np.ones(7), column)[:7]) / noise
-    draw, width = monte_carlo._losses(kind, np.array(column) / noise, 7)
+    draw, width = monte_carlo._losses(BINS(1), np.array(column) / noise, 7)
     for is_removed in (True, False):
         found = monte_carlo._bound(draw, width, is_removed, int(1000 / delta), delta, 1e-6)
         assert 1 <= found / of_gaussian(moved, delta) < 1.1
@@ -78,21 +76,11 @@ def in_the_plane(modes, noise, delta):
 def test_two_bins_by_an_integral(column, steps, noise, delta):
     strategy = sum(np.eye(steps, k=-i) * entry for i, entry in enumerate(column))
     modes = np.stack([strategy @ (np.arange(steps) % 2 == i) for i in (0, 1)])
-    found = monte_carlo.epsilon(BINS(2), column, steps, noise, delta)
-    assert 1 <= found / in_the_plane(modes, noise, delta) < 1.1
-    if steps == 2:
-        assert found == monte_carlo.epsilon(ANEW(2), column, steps, noise, delta)
-
-
-def test_bins_that_are_drawn_anew():
-    delta, random, losses = 0.01, np.random.default_rng(3), {}
-    for is_removed in (True, False):
-        y = random.normal(size=(400_000, 3, 4)) + is_removed * (np.arange(4) == 0)
-        losses[is_removed] = np.log(np.exp(y - 0.5).mean(2)).sum(1) * (1 if is_removed else -1)
-    found = monte_carlo.epsilon(ANEW(4), (1,), 12, 1.0, delta)
-    plain = max(delta_calculation.delta_from_epsilon_and_samples(found, x) for x in losses.values())
-    assert 0.7 * delta < plain < 1.02 * delta
-    assert found == monte_carlo.epsilon(ANEW(4), (1,), 9, 1.0, delta)  # whole cycles
+    noise_of_plan = dp.Banded(strategy=column)
+    plan = dp.PrivacyPlan(None, steps, noise, delta, sampling=BINS(2), noise=noise_of_plan)
+    is_exact = len(column) == 1
+    assert plan.accounting_confidence == (1 if is_exact else monte_carlo.CONFIDENCE)
+    assert 1 <= plan.epsilon() / in_the_plane(modes, noise, delta) < (1.005 if is_exact else 1.1)
 
 
 THEIRS = [
@@ -141,22 +129,3 @@ def test_fixed_size():
     # Poisson sampling needs less: a lower bound; more steps without sampling an upper one.
     plan = dp.PrivacyPlan(0.1, 50, noise, delta, NeighboringRelation.REPLACE_ONE)
     assert plan.epsilon() < found < of_gaussian(math.sqrt(50) / noise, delta)
-
-
-REFUSED = [
-    ({"kind": dp.sampling.Poisson(0.1)}, "no Monte Carlo accounting for Poisson"),
-    ({"kind": ANEW(3), "column": (1.0, 0.5)}, "independent noise"),
-    ({"kind": APART(0.1, 2), "column": (1.0, 0.5, 0.1)}, "at most `separation` bands"),
-    ({"column": (1.0, -0.5)}, "column must be non-negative"),
-    ({"column": (0.0,)}, "column must be non-negative"),
-    ({"relation": NeighboringRelation.REPLACE_ONE}, "REPLACE_ONE is not accounted for"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSED)
-def test_refused(change, message):
-    good = {"kind": BINS(3), "column": (1.0,), "steps": 6, "noise_multiplier": 1.0, "delta": 1e-3}
-    with pytest.raises(ValueError, match=message):
-        monte_carlo.epsilon(**(good | change))
-    assert monte_carlo.epsilon(**good | {"steps": 0}) == 0
-    assert monte_carlo.epsilon(**good | {"noise_multiplier": 0}) == math.inf

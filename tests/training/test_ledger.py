@@ -544,9 +544,9 @@ def test_monte_carlo_is_asked_twice_at_most(tmp_path, monkeypatch):
     """For all of the plan's steps while the run is under way, at its end for those it took."""
     asked, bound = [], monte_carlo._bound
     monkeypatch.setattr(monte_carlo, "_bound", lambda *a: asked.append(a) or bound(*a))
-    monte_carlo._epsilon.cache_clear()
-    sampling, shown = dp.sampling.RandomAllocation(2), []
-    plan = dp.PrivacyPlan(steps=12, noise_multiplier=2.0, delta=0.01, sampling=sampling)
+    monte_carlo.epsilon.cache_clear()
+    sampling, noise, shown = dp.sampling.BallsInBins(2), dp.Banded.bisr(2), []
+    plan = dp.PrivacyPlan(None, 12, 2.0, 0.01, sampling=sampling, noise=noise)
     options = {"evaluate": lambda model: {"one": 1.0}, "save_every": 1}
     options["callbacks"] = [lambda event: shown.append(event.epsilon) or event.step >= 7]
     runs.trainer(tmp_path, make(plan), **options).run(small_model())
@@ -554,4 +554,4 @@ def test_monte_carlo_is_asked_twice_at_most(tmp_path, monkeypatch):
     assert set(shown) == {plan.epsilon()}
     found = stated(tmp_path)
     assert found["epsilon"] == plan.epsilon(found["steps_released"]) < plan.epsilon()
-    assert (found["steps_released"], found["accounting_confidence"]) == (8, 1 - 1e-6)
+    assert (found["steps_released"], found["accounting_confidence"]) == (7, 1 - 1e-6)

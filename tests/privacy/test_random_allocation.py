@@ -1,0 +1,131 @@
+"""Random allocation against integrals over tiny cycles, and against samples of whole runs."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import special, stats
+
+import eqx_dp as dp
+from eqx_dp.privacy import random_allocation
+from tests.tiers import curated
+
+ANEW, BINS = dp.sampling.RandomAllocation, dp.sampling.BallsInBins
+ALLOCATED = dp.PrivacyPlan(steps=300, noise_multiplier=1.0, delta=1e-5, sampling=ANEW(100))
+
+
+def by_integral(bins, noise, epsilon):
+    """Delta where an example is removed, and where it is added; over all bins but one."""
+    x = np.linspace(-9, 9, 601)
+    weight, density = stats.norm.pdf(x) * (x[1] - x[0]), np.exp(x / noise - 0.5 / noise**2)
+    weights = np.ones(1)
+    others = np.zeros(1)
+    for _ in range(bins - 1):
+        weights, others = np.outer(weights, weight).ravel(), np.add.outer(others, density).ravel()
+    # E max(Y - level, 0) of a lognormal Y of mean 1 is in closed form.
+    level = bins * math.exp(epsilon) - others
+    logs = np.log(np.maximum(level, 1e-300)) * noise
+    above = special.ndtr(0.5 / noise - logs) - level * special.ndtr(-0.5 / noise - logs)
+    removed = np.sum(weights * np.where(level > 0, above, 1 - level)) / bins
+    level = bins * math.exp(-epsilon) - others
+    logs = np.log(np.maximum(level, 1e-300)) * noise
+    below = level * special.ndtr(0.5 / noise + logs) - special.ndtr(-0.5 / noise + logs)
+    return removed, np.sum(weights * np.where(level > 0, below, 0)) * math.exp(epsilon) / bins
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.5, 2.0])
+@pytest.mark.parametrize("noise", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("bins", [1, 2, 3])
+def test_delta_of_tiny_cycles_is_that_of_an_integral(bins, noise, epsilon):
+    losses = random_allocation.losses(bins, noise, random_allocation.interval(bins, noise))
+    for pmf, exact in zip(
+        (losses._pmf_remove, losses._pmf_add), by_integral(bins, noise, epsilon), strict=True
+    ):
+        assert exact * (1 - 1e-6) <= pmf.get_delta_for_epsilon(epsilon) + 1e-14
+        assert pmf.get_delta_for_epsilon(epsilon) <= exact * 1.02 + 1e-7
+
+
+@pytest.mark.parametrize(("bins", "noise"), [(7, 0.3), (100, 1.0), (1000, 8.0)])
+def test_wider_intervals_and_fewer_bins_cost_more(bins, noise):
+    width = random_allocation.interval(bins, noise)
+    changed = [(bins, width), (bins, 2.3 * width), (bins, 9 * width), (bins - 1, 9 * width)]
+    deltas = [random_allocation.losses(count, noise, x) for count, x in changed]
+    for less, more in itertools.pairwise(deltas):
+        for epsilon in (0.01, 0.1, 1.0, 4.0):
+            assert (
+                less.get_delta_for_epsilon(epsilon) <= more.get_delta_for_epsilon(epsilon) + 1e-15
+            )
+    assert random_allocation._counted(2**40 + 5) == 2**20
+    assert random_allocation._counted(1001) == 1000
+
+
+def sampled_delta(cycle, rounds, noise, tilts, epsilon, count=10_000):
+    """Delta where an example is removed, by importance sampling; and the error of its mean.
+
+    One draw is moved by one of `tilts`: of a step that the example is in, or of any other.
+    """
+    random, found = np.random.default_rng(3), []
+    odds = np.full(cycle, 0.5 / (cycle - 1))
+    odds[0] = 0.5  # the step of the example
+    for _ in range(50):
+        z = random.normal(size=(count, rounds, cycle))
+        step = random.integers(rounds, size=count), random.choice(cycle, count, p=odds)
+        z[np.arange(count), *step] += random.choice(tilts, count)
+        ratios = [(np.exp(tilt * z - tilt**2 / 2) @ odds).mean(1) for tilt in tilts]
+        z[:, :, 0] += 1 / noise
+        losses = special.logsumexp(z / noise - 0.5 / noise**2, axis=2) - math.log(cycle)
+        gain = -np.expm1(np.minimum(epsilon - losses.sum(1), 0))
+        found.append(gain / np.mean(ratios, axis=0))
+    return np.mean(found), np.std(found) / math.sqrt(50 * count)
+
+
+CASES = [
+    (ANEW(100), 300, 1.0, 1e-5, (2.0, 3.0, 4.5)),
+    (ANEW(5), 25, 2.0, 1e-2, (1.0,)),
+    (BINS(20), 100, 3.0, 1e-5, (4.5,)),
+    (BINS(20), 95, 3.0, 1e-10, (7.0,)),
+]
+
+
+@pytest.mark.parametrize(("kind", "steps", "noise", "delta", "tilts"), curated(CASES, CASES[2:3]))
+def test_epsilon_is_within_2_percent_of_samples(kind, steps, noise, delta, tilts):
+    plan = dp.PrivacyPlan(None, steps, noise, delta, sampling=kind)
+    found, rounds = plan.epsilon(), math.ceil(steps / kind.cycle)
+    if not kind.are_drawn_anew:
+        rounds, noise = 1, noise / math.sqrt(rounds)
+    mean, error = sampled_delta(kind.cycle, rounds, noise, tilts, found)
+    assert mean - 4 * error <= delta
+    mean, error = sampled_delta(kind.cycle, rounds, noise, tilts, found / 1.02)
+    assert mean - 4 * error > delta
+
+
+def test_allocation_costs_less_than_poisson_and_composes():
+    assert ALLOCATED.epsilon() <= 0.955
+    assert ALLOCATED.epsilon() < dp.PrivacyPlan(0.01, 300, 1.0, 1e-5).epsilon()
+    assert ALLOCATED.epsilon(1) == pytest.approx(ALLOCATED.epsilon(100), 1e-5)
+    assert ALLOCATED.epsilon(101) > 1.1 * ALLOCATED.epsilon(100)
+    assert ALLOCATED.accounting_confidence == 1
+    bins = dp.PrivacyPlan(None, 100, 1.0, 5e-6, sampling=BINS(100))
+    for plans in (
+        [bins, bins, bins],
+        [bins, dp.PrivacyPlan(None, 200, 1.0, 5e-6, sampling=ANEW(100))],
+    ):
+        assert dp.compose(*plans, delta=1e-5).epsilon() == pytest.approx(ALLOCATED.epsilon(), 1e-3)
+    with pytest.raises(ValueError, match="no event for a random step of each cycle"):
+        ALLOCATED.event()
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-4, 0.049, 0.051, 1e9])
+def test_allocation_at_the_edges_of_noise(noise):
+    plan = dp.PrivacyPlan(None, 200, noise, 1e-5, sampling=ANEW(100))
+    wanted = {0.0: math.inf, 1e-4: math.inf, 1e9: 5e-5}
+    twice = dp.PrivacyPlan(1.0, 2, noise, 1e-5)  # without amplification
+    assert plan.epsilon() == pytest.approx(wanted.get(noise, twice.epsilon()), rel=0.05)
+
+
+@pytest.mark.parametrize("kind", [ANEW(100), BINS(100)])
+def test_a_plan_of_bins_is_calibrated(kind):
+    plan = dp.PrivacyPlan.calibrate(epsilon=2.0, delta=1e-10, steps=400, sampling=kind)
+    assert 1.998 < plan.epsilon() <= 2.0
+    assert dp.PrivacyPlan.from_json(plan.to_json()) == plan
