@@ -79,7 +79,7 @@ def event_of(run: Run, noise_multiplier: float) -> dp_accounting.DpEvent:
 # Losses grow with the inverse square of the noise: with less than this they exceed all floats.
 LEAST_NOISE = 1e-3
 # dp_accounting takes e to the power of an interval, too.
-WIDEST_INTERVAL = 500.0
+WIDEST_INTERVAL = 300.0
 
 
 # A progress bar asks for the same figure at every refresh.

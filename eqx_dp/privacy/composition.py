@@ -10,7 +10,7 @@ import dp_accounting
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from ..expected import expect, real_number
-from .accounting import LEAST_NOISE, discretization, losses_of
+from .accounting import LEAST_NOISE, WIDEST_INTERVAL, discretization, losses_of
 from .finite_precision import PRECISION_EPSILON
 from .plan import PrivacyPlan
 
@@ -71,6 +71,8 @@ class Composition:
         if any(noise < LEAST_NOISE for _, noise in runs):
             return math.inf
         interval = max(itertools.starmap(discretization, runs))
+        if interval > WIDEST_INTERVAL:
+            return math.inf
         first, *others = (losses_of(*run, interval) for run in runs)
         together = functools.reduce(PrivacyLossDistribution.compose, others, first)
         found = float(together.get_epsilon_for_delta(self._left))

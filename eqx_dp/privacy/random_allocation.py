@@ -88,7 +88,7 @@ def losses(bins: int, noise_multiplier: float, width: float) -> pld.PrivacyLossD
     count = _counted(bins)
 
     def coarser(copies: int) -> int:
-        ratio = _spread(copies, noise_multiplier) / _spread(count, noise_multiplier)
+        ratio = _spread(copies, noise_multiplier) / (_POINTS * width)
         return 2 ** int(math.log2(max(ratio, 1.0)))
 
     one, of_one, copies = _of_one(noise_multiplier, width * coarser(1)), coarser(1), 1
