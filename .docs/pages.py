@@ -49,6 +49,7 @@ RESULTS = {
             "eqx_dp.privacy.sampling_kinds.MinSeparation",
             "eqx_dp.privacy.Sampler",
             "eqx_dp.privacy.Composition",
+            "eqx_dp.trade_off.TradeOff",
         ),
         *(f"eqx_dp.optimizers.{name}" for name in ("adam_corrected", "disk", "adam_scaled")),
     ),

@@ -9,6 +9,7 @@ from dp_accounting import NeighboringRelation
 
 from ..expected import expect, real_number, whole_number
 from ..shown import shown
+from ..trade_off import TradeOff
 from .accounting import ROUNDING_DELTA, check_relation
 from .finite_precision import PRECISION_EPSILON, PRECISION_SHARE
 from .mechanism import Mechanism
@@ -143,6 +144,32 @@ class AccountedPlan:
         taken = self._steps_taken(steps)
         found = self.mechanism(taken).epsilon(self.noise_multiplier, self._delta_left(taken))
         return found + PRECISION_EPSILON if taken else 0.0
+
+    def trade_off(self, steps: SupportsIndex | None = None) -> TradeOff:
+        """What an attack on the first steps of the run finds out, at most.
+
+        From 17 pairs of epsilon and delta, whose deltas are the plan's and larger ones.
+
+        Args:
+            steps: As for `epsilon`.
+
+        Returns:
+            A [`TradeOff`][]: `found(false_alarms)`, `advantage`, `right`, `mu`, `distance`.
+
+        Raises:
+            ValueError: As for `epsilon`.
+        """
+        return TradeOff.of(
+            lambda delta: dataclasses.replace(self, delta=delta).epsilon(steps), self.delta
+        )
+
+    def mu(self, steps: SupportsIndex | None = None) -> float:
+        """Mu of Gaussian differential privacy: `trade_off(steps).mu`; see `TradeOff.distance`."""
+        return self.trade_off(steps).mu
+
+    def advantage(self, steps: SupportsIndex | None = None) -> float:
+        """By how much attacks find more than false alarms: `trade_off(steps).advantage`."""
+        return self.trade_off(steps).advantage
 
     def event(self, steps: SupportsIndex | None = None) -> dp_accounting.DpEvent:
         """The event that `epsilon` accounts for, for dp_accounting.

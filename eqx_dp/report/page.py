@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ..trade_off import TradeOff
 from ..training import versions
 from .markup import Markup, everything, facts, joined, number, shown, table, text
 from .picture import Line, picture
-from .run import Attack, Run, attack_on, epsilon_over_steps, read_run
+from .run import Run, attack_on, epsilon_over_steps, read_run
 
 MARK = 'name="generator" content="eqx_dp.report"'
 """A text that every page of a report has."""
@@ -98,9 +99,9 @@ def _warnings(run: Run) -> list[str]:
     return [words for words, is_so in found.items() if is_so]
 
 
-def _attack(attack: Attack) -> Markup:
-    found = np.interp(_FALSE_ALARMS, attack.false_alarms, attack.found)
-    points = list(zip(attack.false_alarms.tolist(), attack.found.tolist(), strict=True))
+def _attack(attack: TradeOff) -> Markup:
+    found, alarms = attack.found(_FALSE_ALARMS), np.linspace(0.0, 1.0, 1001)
+    points = list(zip(alarms.tolist(), attack.found(alarms).tolist(), strict=True))
     drawn = picture(
         "Examples found, at most, over false alarms; above the line of blind guessing.",
         "false alarms: share of those not in the data",

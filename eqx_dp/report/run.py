@@ -1,4 +1,4 @@
-"""Reads a run's directory, and bounds what an attack can find out."""
+"""Reads a run's directory."""
 
 import dataclasses
 import json
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from jaxtyping import Float
 
 from ..audit.record import AUDIT
 from ..files import read_json
 from ..privacy import PrivacyPlan, epsilon_beyond
+from ..trade_off import TradeOff
 from ..training import CHECKS, METRICS, CheckpointError, entries_in, statement
 
 # The number of epsilons that are computed, a tenth of a second each.
@@ -91,43 +91,14 @@ def epsilon_over_steps(run: Run) -> list[tuple[int, float]]:
     return [(step, epsilon_beyond(run.plan, step)) for step in steps]
 
 
-class Attack(NamedTuple):
-    """Bounds on what an attack can find out from everything that a run released.
+def attack_on(run: Run) -> TradeOff:
+    """What an attack on all that was released finds out, at most."""
 
-    Attributes:
-        false_alarms: shares of the examples that took no part but are guessed to have done so.
-        found: for each of them, an upper bound on the share of participants that is found.
-        right: an upper bound on the share of right guesses, if both cases are equally likely.
-    """
+    def epsilon(delta: float) -> float:
+        plan = dataclasses.replace(run.plan, delta=delta)
+        return epsilon_beyond(plan, run.released) if math.isfinite(run.epsilon) else math.inf
 
-    false_alarms: Float[np.ndarray, " n"]
-    found: Float[np.ndarray, " n"]
-    right: float
-
-
-def attack_on(run: Run) -> Attack:
-    """What an attack finds out, at most.
-
-    **Guarantee.** No attack finds more, whatever it knows or computes, if the run kept to the plan.
-    Each pair (epsilon, delta) that holds bounds the share that is found, for false alarms a, by
-
-        min(1, delta + e^epsilon a, 1 - e^-epsilon (1 - delta - a))
-
-    (Kairouz et al. 2017), and right guesses by (e^epsilon + delta) / (e^epsilon + 1). The smallest
-    bound of 16 pairs is taken, whose deltas are the plan's and larger ones. More pairs would make
-    it smaller.
-    """
-    alarms = np.linspace(0.0, 1.0, 1001)
-    found, right = np.ones_like(alarms), 1.0
-    for delta in (*np.geomspace(run.plan.delta, 0.1, 8, endpoint=False), *np.linspace(0.1, 0.9, 8)):
-        epsilon = epsilon_beyond(dataclasses.replace(run.plan, delta=float(delta)), run.released)
-        if max(epsilon, run.epsilon) > 500:  # it bounds nothing, and its exponential is no float
-            continue
-        times = math.exp(epsilon)
-        found = np.minimum(found, delta + times * alarms)
-        found = np.minimum(found, 1 - (1 - delta - alarms) / times)
-        right = min(right, (times + float(delta)) / (times + 1))
-    return Attack(alarms, found, right)
+    return TradeOff.of(epsilon, run.plan.delta)
 
 
 def _read(file: Path) -> dict[str, Any]:

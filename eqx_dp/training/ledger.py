@@ -129,11 +129,17 @@ def statement(
         *(["sums or noise in narrow dtypes: the policy is unsafe"] if is_unsafe else []),
         *([] if is_certified else [not_certified]),
     ]
+    more: dict[str, float] = {}
+    # Samples would take minutes; beyond the plan's steps epsilon alone is stated.
+    if plan.accounting_confidence == 1 and math.isfinite(epsilon) and steps <= plan.steps:
+        attack = plan.trade_off(steps)
+        more = {"advantage": attack.advantage, "mu": attack.mu, "mu_distance": attack.distance}
     return {
         "format": _STATEMENT,
         "version": _VERSION,
         "epsilon": figure if math.isfinite(figure) else str(figure),
         "delta": plan.delta,
+        **more,
         "accounting_confidence": plan.accounting_confidence,
         "steps_released": steps,
         "plan": json.loads(plan.to_json()),

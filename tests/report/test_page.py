@@ -1,6 +1,7 @@
 """The page: what it says, that it is one file, and that nothing in it is anybody else's HTML."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from scipy.stats import norm
 import eqx_dp as dp
 from eqx_dp import report
 from eqx_dp.report import page_of
-from eqx_dp.report.run import attack_on, read_run
+from eqx_dp.report.run import read_run
 from tests.report.made import STEPS, Page, changed, copied, ledger_of, trained
 from tests.training import runs
 
@@ -223,8 +224,7 @@ def test_it_is_one_file_that_needs_no_network_and_no_scripts(run):
 # What an attack can find out: above every attack, and hardly more than the best.
 
 
-def attack_of(plan, steps):
-    return attack_on(report.run.Run("x", plan, [], steps, plan.epsilon(steps), [], {}, {}, {}))
+ALARMS = np.linspace(0, 1, 1001)
 
 
 @pytest.mark.slow
@@ -241,32 +241,45 @@ def attack_of(plan, steps):
 def test_without_sampling_it_is_that_of_two_normal_distributions(name):
     """n steps with noise multiplier s are as one with s / sqrt(n) (Dong et al. 2022)."""
     relation = dp.NeighboringRelation[name]
-    found = attack_of(dp.PrivacyPlan(1.0, 9, 2.0, 1e-5, relation), 4)
+    found = dp.PrivacyPlan(1.0, 9, 2.0, 1e-5, relation).trade_off(4)
     mu = 2 / 2.0
-    best = norm.cdf(norm.ppf(found.false_alarms) + mu)
-    assert np.all(found.found >= best)
-    assert np.max(found.found - best) < 0.02
+    best = norm.cdf(norm.ppf(ALARMS) + mu)
+    assert np.all(found.found(ALARMS) >= best)
+    assert np.max(found.found(ALARMS) - best) < 0.02
     assert found.right >= norm.cdf(mu / 2) >= found.right - 0.01
+    assert found.advantage == pytest.approx(2 * found.right - 1)
+    assert mu <= found.mu < 1.005 * mu
+    assert found.distance <= 0.002
 
 
 @pytest.mark.slow
 def test_with_sampling_no_likelihood_ratio_test_finds_more():
     """One step, on whose result the best attack is a threshold: noise, or a mixture of two."""
     q, sigma = 0.4, 0.8
-    found = attack_of(dp.PrivacyPlan(q, 1, sigma, 1e-5), 1)
+    found = dp.PrivacyPlan(q, 1, sigma, 1e-5).trade_off()
     cuts = np.linspace(-6, 6, 400)
     without = norm.sf(cuts / sigma)
     taken = (1 - q) * without + q * norm.sf((cuts - 1) / sigma)
     for alarms, true in ((without, taken), (1 - taken, 1 - without)):
-        at = np.ceil(alarms * 1000).astype(int)  # the next share that is listed
-        assert np.all(found.found[at] >= true - 1e-12)
+        assert np.all(found.found(alarms) >= true - 1e-12)
+    # A Gaussian mechanism of this mu reveals more at each pair, but for what the distance says.
+    for epsilon, delta in found.pairs[:8]:
+        implied = norm.cdf(found.mu / 2 - epsilon / found.mu)
+        implied -= math.exp(epsilon) * norm.cdf(-found.mu / 2 - epsilon / found.mu)
+        assert implied >= delta * (1 - 1e-6)
+    gaussian = norm.cdf(norm.ppf(ALARMS) + found.mu)
+    for distance, is_far in ((found.distance, False), (found.distance - 0.001, True)):
+        moved = found.found(np.minimum(ALARMS + distance, 1)) + distance
+        assert np.any(gaussian > moved + 1e-12) == is_far
 
 
 def test_its_ends():
-    nothing = attack_of(dp.PrivacyPlan(0.5, 10, 1.0, 1e-5), 0)
-    np.testing.assert_allclose(nothing.found, np.minimum(1, nothing.false_alarms + 1e-5))
+    nothing = dp.PrivacyPlan(0.5, 10, 1.0, 1e-5).trade_off(0)
+    np.testing.assert_allclose(nothing.found(ALARMS), np.minimum(1, ALARMS + 1e-5))
+    assert nothing.mu == 0
     assert nothing.right == pytest.approx(0.5, abs=1e-5)
     for noise in (0.0, 1e-4):
-        everything = attack_of(dp.PrivacyPlan(0.5, 10, noise, 1e-5), 1)
-        np.testing.assert_array_equal(everything.found, 1.0)
+        everything = dp.PrivacyPlan(0.5, 10, noise, 1e-5).trade_off(1)
+        np.testing.assert_array_equal(everything.found(ALARMS), 1.0)
+        assert everything.mu == math.inf
         assert everything.right == 1
