@@ -46,7 +46,7 @@ LEAST_NOISE = 0.05
 """With less noise, densities exceed the floating point numbers."""
 
 _FURTHEST, _CUT, _CUT_OF_STEP, _CHARGED = 9.5, 1e-22, 1e-20, 1e-10
-_POINTS = 40  # of a grid, in a standard deviation
+_POINTS = 32  # of a grid, in a standard deviation
 _FINEST = 1e-9
 _MOST_BITS, _MOST_BINS = 9, 2**20
 
