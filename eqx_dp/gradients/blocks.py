@@ -68,14 +68,12 @@ def added_roundoff(terms: int, num_examples: int, dtype: Any) -> float:
         dtype: of the terms, and of the sum.
     """
     u = unit_roundoff(dtype)
-    if terms == 1:
-        return 0.0
     return (terms - 1) * u if _is_plain(terms, num_examples, dtype) else u + 3 * terms * u**2
 
 
 def _is_plain(terms: int, num_examples: int, dtype: Any) -> bool:
     """Whether so many terms are added in their own dtype: that costs little of the clip norm."""
-    return 2 * terms * num_examples * unit_roundoff(dtype) <= _PLAIN
+    return terms == 1 or 2 * terms * num_examples * unit_roundoff(dtype) <= _PLAIN
 
 
 def nothing(zero: Array, terms: int, num_examples: int) -> Total:
@@ -95,7 +93,7 @@ def added(so_far: Total, x: Array, terms: int = 2) -> Total:
     Of two floats the first is the whole sum, rounded once.
     """
     if terms == 1:
-        return (x, *so_far[1:])
+        return (x,)
     if len(so_far) == 1:
         with jax.enable_x64(True):
             return (so_far[0] + x.astype(so_far[0].dtype),)

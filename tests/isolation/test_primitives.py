@@ -64,7 +64,8 @@ def plain(x):
                 return getattr(lax if hasattr(lax, known) else lax.linalg, known)(*operands)
         return None
 
-    return [result(name) for name in sorted(ACCEPTED)]
+    # On CPUs `ormqr` disturbs a loop of the same program, from run to run: it has a program alone.
+    return [result(name) for name in sorted(ACCEPTED - {"ormqr"})]
 
 
 def pooled(x, of=lax.max, start=-jnp.inf):
@@ -86,6 +87,7 @@ def drawn(x):
 # fmt: off
 CASES = {
     "plain": plain,
+    "reflected": lambda x: lax.linalg.ormqr(x.T, x[0, :3], x.T),
     "compared": lambda x: [p.bind(x, x[::-1]) for p in (lax.eq_to_p, lax.le_to_p, lax.lt_to_p)],
     "reduced": lambda x: (lax.reduce(x, 0.0, lambda a, b: a + b, (1,)), lax.approx_max_k(x, 2)),
     "pooled": lambda x: (
