@@ -45,8 +45,8 @@ class Clock:
     """Stops a trainer every so many steps; a bare loop and a scan then take the same steps.
 
     It is the trainer's `evaluate`, which is called after every turn of so many steps. The trainer's
-    time is that from the end of one call to where the next finds the model computed. The first turn
-    compiles, and does not count.
+    time is that from the end of one call to where the next finds the model computed. The first call
+    comes before any step. The first turn compiles, and does not count.
 
     Attributes:
         seconds: of the turns of each, by name.
@@ -59,14 +59,18 @@ class Clock:
         self._step, self._data, self._turn = step, data, turn
         self._sampler = step.sampler()
         self._start: float | None = None
-        self._done = 0
+        self._done = -turn
 
     def __call__(self, model: Any) -> dict[str, float]:
         jax.block_until_ready(model)
         of_trainer = time.perf_counter() - (self._start or 0)
         steps = range(self._done, self._done + self._turn)
         self._done += self._turn
-        batches = [self._step.shard_batch(self._sampler.take(i, *self._data)) for i in steps]
+        if self._done == 0:
+            return {}
+        batches = [
+            self._step.shard_batch(self._sampler.take(i, *self._data, peek=True)) for i in steps
+        ]
         found = {"trainer": of_trainer, "loop": self._timed("loop", self._loop, batches)}
         grouped = [batches[i : i + SCANNED] for i in range(0, len(batches), SCANNED)]
         stacked = [jax.tree.map(lambda *x: jnp.stack(x), *group) for group in grouped]

@@ -680,10 +680,6 @@ NOISED_BY = {
     "constant_key": lambda g, k: with_noise(g, jax.random.key(0)),
     # One key for the sum and for zeros: the difference has no noise.
     "noise_of_zeros_subtracted": lambda g, k: minus(with_noise(g, k), noise_alone(g, k)),
-    # `vmap` over rows: all get the same noise, and their differences none.
-    "one_key_for_rows": lambda g, k: leafwise(
-        lambda leaf: jax.vmap(lambda row: with_noise(row, k))(leaf), g
-    ),
     # The derivative of `sum + noise` in the sum's direction is the sum.
     "tangent": lambda g, k: jax.jvp(lambda g: with_noise(g, k), (g,), (g,))[1],
     # Backwards through the noise goes what was handed in: the sum.
@@ -864,9 +860,6 @@ NOISED = {
     ),
     "key_from_private_data": lambda at: at.noised(
         key=fold_in(at.keys[0], jnp.sum(at.x).astype(jnp.int32))
-    ),
-    "noise_in_the_loss": lambda at: at.sum(
-        lambda m, x, y: squared_error(m, with_noise(x, jax.random.key(0)), y)
     ),
     # Which mask an example gets, its slot says, in every step the same.
     "constant_loss_key": lambda at: loss_with_key(at, jax.random.key(0)),
