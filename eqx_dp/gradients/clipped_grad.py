@@ -14,14 +14,8 @@ from typing_extensions import TypeVar
 
 from ..losses import Loss1, Loss2
 from ..paths import below
-from ..precision import Policy, agreed_policy, cast_parameters, stage
-from ..privacy import (
-    SENSITIVITY_OF_UNIT_NORM,
-    NeighboringRelation,
-    Sampling,
-    check_relation,
-    check_sum_range,
-)
+from ..precision import Policy, agreed_policy, cast_parameters, check_sum_range, stage
+from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, Sampling, check_relation
 from ..programs import matmul_flops
 from ..sharding import ShardingRules, on_device
 from ..shown import function_name, shown

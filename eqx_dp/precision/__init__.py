@@ -15,6 +15,8 @@ from .policy import MatmulPrecision as MatmulPrecision
 from .policy import Policy as Policy
 from .policy import checked_policy as checked_policy
 from .policy import dtypes_of as dtypes_of
+from .ranges import check_noise_range as check_noise_range
+from .ranges import check_sum_range as check_sum_range
 from .refusals import refusal as refusal
 from .refusals import refusals_name as refusals_name
 from .schema import schema_text as schema_text

@@ -7,7 +7,6 @@ from .accounting import NeighboringRelation as NeighboringRelation
 from .accounting import check_relation as check_relation
 from .composition import Composition as Composition
 from .composition import compose as compose
-from .finite_precision import check_sum_range as check_sum_range
 from .gaussian import can_certify as can_certify
 from .keys import Secret as Secret
 from .keys import checked_secret as checked_secret
@@ -25,7 +24,7 @@ from .noise import NoiseMark as NoiseMark
 from .noise import add_noise as add_noise
 from .noise import gaussian_privatizer as gaussian_privatizer
 from .noise import no_past as no_past
-from .noise_key import noise_key as noise_key
+from .noise_checks import noise_key as noise_key
 from .plan import PrivacyPlan as PrivacyPlan
 from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling

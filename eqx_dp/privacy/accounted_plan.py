@@ -20,9 +20,7 @@ from .strategies import Banded
 from .users import Users
 
 _MOST_STEPS = 2**32 - 1  # noise of a further step would repeat that of the first
-_DELTA_WANTED = (
-    "between 0 and 1, both excluded (well below 1 / number of examples to mean anything)"
-)
+_DELTAS = "between 0 and 1, both excluded (well below 1 / number of examples to mean anything)"
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -53,17 +51,16 @@ class AccountedPlan:
     ):
         check_relation(neighboring_relation)
         kind = _kind(sampling_prob, sampling)
-        if noise is not None:
-            expect("noise", noise, Banded, "a dp.Banded, or None for independent noise")
-        if unit is not None:
-            expect("unit", unit, Users, "a dp.Users, or None if each example is protected alone")
+        expect("noise", noise, (Banded, type(None)), "a dp.Banded, or None for independent noise")
+        allowed = "a dp.Users, or None if each example is protected alone"
+        expect("unit", unit, (Users, type(None)), allowed)
         checked = {
             "sampling_prob": kind.step_prob,
             "steps": whole_number("steps", steps, least=1, most=_MOST_STEPS),
             "noise_multiplier": real_number(
                 "noise_multiplier", noise_multiplier, lambda x: 0 <= x <= 1e150, "from 0 to 1e150"
             ),
-            "delta": real_number("delta", delta, lambda real: 0 < real < 1, _DELTA_WANTED),
+            "delta": real_number("delta", delta, lambda real: 0 < real < 1, _DELTAS),
             "neighboring_relation": neighboring_relation,
             "sampling": kind,
             "noise": noise,
@@ -117,13 +114,12 @@ class AccountedPlan:
         budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
         extras: Any = {"sampling": sampling, "noise": noise, "unit": unit}
         draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation, **extras)
-        left = draft._delta_left(draft.steps)
         if budget <= PRECISION_EPSILON:
             raise ValueError(
                 f"epsilon {budget:g} is out of reach: finite precision alone is charged "
                 f"{PRECISION_EPSILON:g}. Take a larger epsilon."
             )
-        multiplier = draft.mechanism().least_noise(left, budget)
+        multiplier = draft.mechanism().least_noise(draft._delta_left(draft.steps), budget)
         return dataclasses.replace(draft, noise_multiplier=multiplier)
 
     def epsilon(self, steps: SupportsIndex | None = None) -> float:

@@ -1,8 +1,8 @@
-"""Accounting: what dp_accounting is asked, and at which discretization."""
+"""Accounting: how far a sum moves, what dp_accounting is asked, and at which discretization."""
 
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import dp_accounting
 from dp_accounting import NeighboringRelation
@@ -10,6 +10,8 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 
 from ..expected import expect
 from . import random_allocation
+
+T = TypeVar("T")
 
 # How far one example can move a sum of gradients, each of them at most 1 in norm.
 SENSITIVITY_OF_UNIT_NORM = {
@@ -32,6 +34,51 @@ def check_relation(relation: object) -> None:
     """Raises a ValueError unless it is one of dp_accounting's relations."""
     known = ", ".join(f"NeighboringRelation.{one.name}" for one in NeighboringRelation)
     expect("neighboring_relation", relation, NeighboringRelation, f"one of {known}")
+
+
+@runtime_checkable
+class HasSensitivity(Protocol):
+    """A function that sums clipped gradients, as `filter_clipped_grad` returns it."""
+
+    @property
+    def l2_norm_bound(self) -> float:
+        """The most that one example contributes to the sum, in L2 norm."""
+        ...
+
+    def sensitivity(self, neighboring_relation: NeighboringRelation) -> float:
+        """The most that the sum changes, in L2 norm, between neighboring data sets."""
+        ...
+
+
+def agreed_with(grad_fn: HasSensitivity, name: str, given: T | None) -> T | None:
+    """The given option, or that of `grad_fn`; a ValueError if the two differ."""
+    own: T | None = getattr(grad_fn, name, None)
+    if own is not None and given is not None and own != given:
+        raise ValueError(
+            f"grad_fn was made with {name}={own}, but the noise was asked to follow {given}. Leave "
+            f"{name} out, or give both the same."
+        )
+    return own if given is None else given
+
+
+def checked_sensitivity(grad_fn: HasSensitivity, relation: NeighboringRelation) -> float:
+    """The sensitivity of a sum, or a ValueError if it is not finite or not what its bound says."""
+    sensitivity = float(grad_fn.sensitivity(relation))
+    if not (math.isfinite(sensitivity) and sensitivity >= 0):
+        raise ValueError(
+            f"the gradients' sensitivity must be finite to be hidden by noise; found {sensitivity} "
+            f"for {relation.name}. Without a finite clip norm one example can change the sum "
+            "without limit: set l2_clip_norm."
+        )
+    # Accounting relies on this ratio. More is more noise: the rounding of sums may be in it.
+    implied = SENSITIVITY_OF_UNIT_NORM[relation] * grad_fn.l2_norm_bound
+    if not implied * (1 - 1e-9) <= sensitivity <= implied * 1.01:
+        raise ValueError(
+            f"the gradients' sensitivity for {relation.name} must be {implied}, from their "
+            f"l2_norm_bound of {grad_fn.l2_norm_bound}; or up to 1 % more, for rounding; "
+            f"found {sensitivity}. The plan's accounting would not hold for it."
+        )
+    return sensitivity
 
 
 class Run(NamedTuple):
@@ -61,19 +108,17 @@ def event_of(run: Run, noise_multiplier: float) -> dp_accounting.DpEvent:
             "BallsInBins). Take plan.epsilon, or dp.compose for several releases together."
         )
     per_norm_bound = noise_multiplier * SENSITIVITY_OF_UNIT_NORM[run.relation]
+    if run.sampling_prob == 1 and run.relation is NeighboringRelation.REPLACE_ONE:
+        # Accountants by privacy loss distributions read a bare Gaussian event as two gradients that
+        # move, those by Renyi divergences as one. A sampled event means two to the former, and the
+        # latter refuse it. All steps together are one mechanism of less noise (Dong et al. 2022,
+        # corollary 3.3), so that it costs no more than the bare event.
+        gaussian = dp_accounting.GaussianDpEvent(per_norm_bound / math.sqrt(run.steps))
+        return dp_accounting.PoissonSampledDpEvent(1.0, gaussian)
+    step = dp_accounting.GaussianDpEvent(per_norm_bound)
     if run.sampling_prob < 1:
-        gaussian = dp_accounting.GaussianDpEvent(per_norm_bound)
-        sampled = dp_accounting.PoissonSampledDpEvent(run.sampling_prob, gaussian)
-        return dp_accounting.SelfComposedDpEvent(sampled, run.steps)
-    if run.relation is not NeighboringRelation.REPLACE_ONE:
-        gaussian = dp_accounting.GaussianDpEvent(per_norm_bound)
-        return dp_accounting.SelfComposedDpEvent(gaussian, run.steps)
-    # Accountants by privacy loss distributions read a bare Gaussian event as two gradients that
-    # move, those by Renyi divergences as one. A sampled event means two to the former, and the
-    # latter refuse it. All steps together are one mechanism of less noise (Dong et al. 2022,
-    # corollary 3.3), so that it costs no more than the bare event.
-    gaussian = dp_accounting.GaussianDpEvent(per_norm_bound / math.sqrt(run.steps))
-    return dp_accounting.PoissonSampledDpEvent(1.0, gaussian)
+        step = dp_accounting.PoissonSampledDpEvent(run.sampling_prob, step)
+    return dp_accounting.SelfComposedDpEvent(step, run.steps)
 
 
 # Losses grow with the inverse square of the noise: with less than this they exceed all floats.

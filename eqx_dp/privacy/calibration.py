@@ -24,6 +24,9 @@ def least_noise_of(run: Run, delta: float, budget: float) -> float:
 
     (To 5e-3 of it where delta is close to what float64 may lose: rounding makes epsilon jump up and
     down there.) The result keeps to the budget at the plan's own discretization.
+
+    It is searched by a rough epsilon first. From there, two of Newton's steps by an epsilon that is
+    nearly right most often suffice; else `least_noise` searches on.
     """
     left = delta_left(run, delta)
 
@@ -45,32 +48,27 @@ def least_noise_of(run: Run, delta: float, budget: float) -> float:
 
     tolerance = 1e-4 if left > 0.9 * delta else 5e-3
     exactly = functools.partial(epsilon_of, run, delta=delta)
-    return least_noise(exactly, budget, tolerance, roughly, nearly)
+    exceeds, rough, near = (
+        functools.partial(_excess, one, budget) for one in (exactly, roughly, nearly)
+    )
+    best = _root(rough, 0.0, 1e-3, budget)
+    slope = max((rough(best - 0.01) - rough(best)) / 0.01, 0.1)
+    for aim in (0.0, tolerance / 2):
+        best += max(-0.1, min(near(best) / slope + aim, 0.1))
+    if -slope * tolerance <= exceeds(best) <= 0:
+        return max(math.exp(best), LEAST_NOISE)
+    return least_noise(exactly, budget, tolerance, best)
 
 
 def least_noise(
-    epsilon: Callable[[float], float],
-    budget: float,
-    tolerance: float,
-    roughly: Callable[[float], float] | None = None,
-    nearly: Callable[[float], float] | None = None,
+    epsilon: Callable[[float], float], budget: float, tolerance: float, start: float = 0.0
 ) -> float:
     """The least noise multiplier that keeps to a budget, to a tolerance, by any falling function.
 
-    It is searched by bisection and secants (Brent 1973), first by a rough epsilon if there is one.
-    From there, two of Newton's steps by an epsilon that is nearly right most often suffice.
+    It is searched by bisection and secants (Brent 1973), from the logarithm `start` on.
     """
     exceeds = functools.partial(_excess, epsilon, budget)
-    best = 0.0
-    if roughly is not None and nearly is not None:
-        rough, near = (functools.partial(_excess, one, budget) for one in (roughly, nearly))
-        best = _root(rough, best, 1e-3, budget)
-        slope = max((rough(best - 0.01) - rough(best)) / 0.01, 0.1)
-        for aim in (0.0, tolerance / 2):
-            best += max(-0.1, min(near(best) / slope + aim, 0.1))
-        if -slope * tolerance <= exceeds(best) <= 0:
-            return max(math.exp(best), LEAST_NOISE)
-    best = _root(exceeds, best, tolerance / 2, budget)
+    best = _root(exceeds, start, tolerance / 2, budget)
     while exceeds(best) > 0:
         best += tolerance / 2
     return max(math.exp(best), LEAST_NOISE)

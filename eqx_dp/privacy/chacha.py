@@ -7,7 +7,7 @@ kernel of the cipher and of what uses its words.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -130,19 +130,11 @@ def _generator(rounds: int) -> Any:
     def split(key: Any, shape: Any) -> UInt32[Array, "*shape 8"]:
         return _other_keys(key, positions(tuple(shape)), rounds=rounds)
 
-    def fold_in(key: Any, number: Any) -> UInt32[Array, " 8"]:
-        return _other_keys(key, number, rounds=rounds)
-
     def random_bits(key: Any, bit_width: int, shape: Any) -> UInt[Array, "..."]:
         return _bits(key, bit_width=bit_width, shape=tuple(shape), rounds=rounds)
 
-    functions: dict[str, Callable[..., Any]] = {
-        "seed": seed,
-        "split": split,
-        "random_bits": random_bits,
-        "fold_in": fold_in,
-    }
-    name = f"chacha{rounds}"
+    fold_in, name = functools.partial(_other_keys, rounds=rounds), f"chacha{rounds}"
+    functions: Any = {"seed": seed, "split": split, "random_bits": random_bits, "fold_in": fold_in}
     return define_prng_impl(key_shape=(8,), name=name, tag=name, **functions)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from typing import SupportsFloat
 
@@ -70,7 +69,7 @@ class Composition:
         runs = [one for one in reduced if one is not None]
         if any(noise < LEAST_NOISE for _, noise in runs):
             return math.inf
-        interval = max(itertools.starmap(discretization, runs))
+        interval = max(discretization(*run) for run in runs)
         if interval > WIDEST_INTERVAL:
             return math.inf
         first, *others = (losses_of(*run, interval) for run in runs)

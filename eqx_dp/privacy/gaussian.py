@@ -97,19 +97,14 @@ def with_certified_noise(
             first = leaves[group[0]]
             nonces = np.array([leaves[i].words for i in group], np.uint32)
             nonces[:, 0] |= NOISE
+            result = np.dtype(first.result)
             noised = functools.partial(
-                _noised,
-                stddev=stddev,
-                correlation=correlation,
-                result=np.dtype(first.result),
-                rounds=rounds,
+                _noised, stddev=stddev, correlation=correlation, result=result, rounds=rounds
             )
             if first.sharding is not None:
                 axes, where = first.sharding.mesh.explicit_axes, [first.sharding]
-                kept = where if past else []
-                noised = cast(Any, jax.sharding).auto_axes(
-                    noised, axes=axes, out_sharding=(where, kept)
-                )
+                places = where, where if past else []
+                noised = cast(Any, jax.sharding).auto_axes(noised, axes=axes, out_sharding=places)
             gradients = [leaves[i].gradient for i in group]
             before = [[kept[i] for i in group] for kept in past]
             found, fresh = noised(words, counted, nonces, gradients, before)

@@ -1,5 +1,6 @@
 """Secrets from the operating system, and keys from a secret: one for each purpose."""
 
+import contextlib
 import hashlib
 import operator
 import secrets
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import io_callback, multihost_utils
-from jaxtyping import PRNGKeyArray
+from jaxtyping import PRNGKeyArray, UInt64
 from wadler_lindig import TextDoc
 
 from ..trees import is_key
@@ -105,6 +106,14 @@ def digest(secret: Secret, purpose: Iterable[str | bytes], *, size: int) -> byte
     return hashed.digest()
 
 
+def numbers_of(
+    secret: Secret, purpose: Iterable[str | bytes], count: int
+) -> UInt64[np.ndarray, "count"]:
+    """Random numbers of 64 bits for one purpose, by SHAKE256 (FIPS 202)."""
+    key = digest(secret, purpose, size=64)
+    return np.frombuffer(hashlib.shake_256(key).digest(8 * count), np.dtype("<u8"))
+
+
 def public_bytes(name: str, text: object) -> bytes:
     """Returns a public text as bytes, or raises a ValueError."""
     if not isinstance(text, (str, bytes)):
@@ -121,24 +130,21 @@ def _bytes_of_secret(secret: Secret) -> bytes:
 
 def checked_secret(name: str, secret: object) -> int | bytes:
     """Returns a secret as an int or as bytes, or raises a ValueError that does not show it."""
+    found = f"a {type(secret).__name__}"
     if isinstance(secret, bytes):
-        if not secret:
-            raise ValueError(
-                f"{name} must be at least one byte; found none. Take secrets.token_bytes(32)."
-            )
-        return secret
-    if isinstance(secret, (bool, np.bool_)) or not isinstance(secret, SupportsIndex):
-        raise ValueError(
-            f"{name} must be a whole number or bytes; found a {type(secret).__name__}. Take "
-            "secrets.randbits(128) or secrets.token_bytes(32)."
-        )
-    try:
-        number = operator.index(secret)
-    except TypeError:  # an array that is no single number
-        raise ValueError(f"{name} must be one whole number, or bytes; found an array.") from None
-    if number < 0:
-        raise ValueError(f"{name} must be at least 0; found a negative number.")
-    return number
+        if secret:
+            return secret
+        found = "no byte"
+    elif isinstance(secret, SupportsIndex) and not isinstance(secret, (bool, np.bool_)):
+        with contextlib.suppress(TypeError):  # an array that is no single number
+            number = operator.index(secret)
+            if number >= 0:
+                return number
+            found = "a negative number"
+    raise ValueError(
+        f"{name} must be a whole number of at least 0, or at least one byte; found {found}. Take "
+        "secrets.randbits(128) or secrets.token_bytes(32)."
+    )
 
 
 def refuse_to_pickle(self: object) -> NoReturn:

@@ -12,15 +12,7 @@ from dp_accounting.rdp import RdpAccountant
 from . import monte_carlo
 from .accounting import Run, epsilon_of, event_of
 from .calibration import least_noise, least_noise_of
-from .sampling_kinds import (
-    BallsInBins,
-    CyclicPoisson,
-    FixedSize,
-    Kind,
-    MinSeparation,
-    Poisson,
-    RandomAllocation,
-)
+from .sampling_kinds import BallsInBins, CyclicPoisson, FixedSize, Kind, Poisson, RandomAllocation
 from .strategies import Banded
 
 
@@ -65,7 +57,8 @@ class Mechanism(NamedTuple):
         Examples keep a bin, or a distance, over the whole run; another start draws others. So
         accounting knows a run of one start alone.
         """
-        return isinstance(self.sampling, BallsInBins | MinSeparation)
+        composed = Poisson | CyclicPoisson | FixedSize | RandomAllocation
+        return not isinstance(self.sampling, composed)
 
     @property
     def confidence(self) -> float:
@@ -110,12 +103,10 @@ class Mechanism(NamedTuple):
 
         None where there is none.
         """
-        column = self.column()
+        column, cycle = self.column(), getattr(self.sampling, "cycle", 1)
+        rounds = -(-self.steps // cycle)
         match self.sampling:
-            case Poisson(sampling_prob=probability):
-                return Run(probability, self.steps, self.relation), noise_multiplier
-            case CyclicPoisson(sampling_prob=probability, cycle=cycle):
-                rounds = -(-self.steps // cycle)
+            case Poisson(sampling_prob=probability) | CyclicPoisson(sampling_prob=probability):
                 if len(column) <= cycle:
                     # An example touches at most `cycle` rows of C G each time, and never one twice.
                     run = Run(probability, rounds, self.relation)
@@ -123,13 +114,12 @@ class Mechanism(NamedTuple):
                 assert self.noise is not None
                 sensitivity = self.noise.sensitivity(rounds * cycle, cycle)
                 return Run(1.0, min(rounds, 1), self.relation), noise_multiplier / sensitivity
-            case RandomAllocation(cycle=cycle):
-                return Run(1.0, -(-self.steps // cycle), self.relation, cycle), noise_multiplier
-            case BallsInBins(cycle=cycle) if len(column) == 1:
+            case RandomAllocation():
+                return Run(1.0, rounds, self.relation, cycle), noise_multiplier
+            case BallsInBins() if len(column) == 1:
                 # An example moves the same step of each cycle. A begun cycle only costs less.
-                rounds = max(-(-self.steps // cycle), 1)
                 run = Run(1.0, min(self.steps, 1), self.relation, cycle)
-                return run, noise_multiplier / math.sqrt(rounds)
+                return run, noise_multiplier / math.sqrt(max(rounds, 1))
             case _:
                 return None
 
@@ -158,9 +148,8 @@ class Mechanism(NamedTuple):
         if isinstance(self.sampling, FixedSize):
             accountant = RdpAccountant(neighboring_relation=self.relation)
             return float(accountant.compose(self.event(noise_multiplier)).get_epsilon(delta))
-        return monte_carlo.epsilon(
-            self.sampling, self.column(), self.steps, noise_multiplier, delta
-        )
+        run = self.sampling, self.column(), self.steps
+        return monte_carlo.epsilon(*run, noise_multiplier, delta)
 
     def least_noise(self, delta: float, budget: float) -> float:
         """The least noise multiplier that keeps to a budget of epsilon: see `calibrate`."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from ..expected import expect
 from ..paths import dotted
-from ..precision import JmpPolicy, Policy, checked_policy
+from ..precision import JmpPolicy, Policy, check_noise_range, checked_policy
 from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
 from ..shown import shapes
@@ -27,8 +27,7 @@ from .keys import (
     single_key,
     words_of,
 )
-from .noise_checks import check_arrays_alone, check_range, checked_gradient, static_stddev
-from .noise_key import noise_key
+from .noise_checks import check_arrays_alone, checked_gradient, noise_key, static_stddev
 from .strategies import Banded
 
 
@@ -166,9 +165,7 @@ def gaussian_privatizer(
         return GaussianPrivatizerState(own, jnp.zeros((), jnp.int32), no_past(params, known, rules))
 
     def update(
-        updates: optax.Updates,
-        state: GaussianPrivatizerState,
-        params: optax.Params | None = None,
+        updates: optax.Updates, state: GaussianPrivatizerState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
         del params
         how = _How(scale, "eqx_dp noise", policy, rules, certified, known)
@@ -329,10 +326,7 @@ def _noisy(
             noisy = with_noise_of_jax(placed, key, (*map(np.uint32, mark.prefix), step), how.stddev)
             noise = []
         noisy = [_placed(x, path, how.rules) for x, path in zip(noisy, paths, strict=True)]
-        fresh = [
-            (_placed(high, path, how.rules), _placed(low, path, how.rules))
-            for (high, low), path in zip(noise, paths, strict=False)
-        ]
+        fresh = [_placed(pair, path, how.rules) for pair, path in zip(noise, paths, strict=False)]
         return noisy, (fresh, *past[:-1]) if past else ()
 
     operands = (gradients, key_and_step, past)
@@ -350,12 +344,11 @@ def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | Non
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
 
-    def zeros(path: tuple[Any, ...], x: Any) -> Array:
-        return _placed(jnp.zeros(x.shape, jnp.uint32), path, rules)
+    def zeros(path: tuple[Any, ...], x: Any) -> Any:
+        pair = jnp.zeros(x.shape, jnp.uint32), jnp.zeros(x.shape, jnp.uint32)
+        return _placed(pair, path, rules)
 
-    return tuple(
-        [(zeros(path, x), zeros(path, x)) for path, x in leaves] for _ in range(correlation.kept)
-    )
+    return tuple([zeros(path, x) for path, x in leaves] for _ in range(correlation.kept))
 
 
 def _check_distinct(tree: PyTree[Any]) -> None:
@@ -380,7 +373,7 @@ def _leaf(gradient: Array, path: tuple[Any, ...], words: tuple[int, ...], how: _
     least = jnp.float32 if how.policy is None else how.policy.noise_dtype
     result = jnp.promote_types(gradient.dtype, least)
     dtype = result if how.policy is None else how.policy.noise_dtype
-    check_range(how.stddev, dtype)
+    check_noise_range(how.stddev, dtype)
     where = jax.typeof(gradient).sharding
     if how.rules is not None and how.rules.is_explicit:
         where = how.rules.on_axes(_spec(gradient, path, how.rules), AxisType.Explicit)
@@ -388,9 +381,11 @@ def _leaf(gradient: Array, path: tuple[Any, ...], words: tuple[int, ...], how: _
     return Leaf(gradient, words, dtype, result, where if is_explicit else None)
 
 
-def _placed(noisy: Array, path: tuple[Any, ...], rules: ShardingRules | None) -> Array:
-    """Puts each part of a noisy sum on its device."""
-    return noisy if rules is None else rules.place(noisy, _spec(noisy, path, rules))
+def _placed(arrays: Any, path: tuple[Any, ...], rules: ShardingRules | None) -> Any:
+    """Puts each part of a noisy sum, or of what is kept of its noise, on its device."""
+    if rules is None:
+        return arrays
+    return jax.tree.map(lambda x: rules.place(x, _spec(x, path, rules)), arrays)
 
 
 def _spec(x: Array, path: tuple[Any, ...], rules: ShardingRules) -> Any:

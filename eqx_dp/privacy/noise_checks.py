@@ -1,16 +1,34 @@
-"""Checks what noise is added to, and how much of it."""
+"""Checks what noise is added to, how much of it, and with which key.
 
-from typing import Any, SupportsFloat, cast
+The key of noise enters a program through `noise_key`: no `vmap` shares it, and the platform is
+known.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, SupportsFloat, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..expected import real_number
 from ..paths import dotted
 from ..precision import Policy
+
+PLATFORMS = frozenset(("cpu", "cuda", "rocm"))
+"""Where float64 is that of IEEE 754, as the proof of certified noise assumes."""
+
+Purpose = Literal["init", "noise", "noise that is not certified"]
+
+# A primitive, because JAX asks its rules what a Python function cannot see: whether it is under
+# `vmap`, also where nothing is mapped, and which platforms a program is lowered for. Nothing else
+# here defines one. It was written for JAX 0.10 and 0.11.
+_noise_key: Any = Primitive("eqx_dp_noise_key")
 
 
 def static_stddev(stddev: SupportsFloat) -> float:
@@ -20,14 +38,12 @@ def static_stddev(stddev: SupportsFloat) -> float:
             "stddev must be a Python or numpy number, known before the step is compiled; found the "
             f"JAX array of shape {stddev.shape}. Pass float(stddev), outside of jit."
         )
-    return real_number(
-        "stddev",
-        stddev,
-        lambda real: real >= 0,
-        "at least 0 (no noise)",
-        advice=" It is noise multiplier times sensitivity, and the sensitivity is infinite without "
-        "a finite clip norm: set l2_clip_norm.",
+    advice = (
+        " It is noise multiplier times sensitivity, and the sensitivity is infinite without a "
+        "finite clip norm: set l2_clip_norm."
     )
+    wanted = "at least 0 (no noise)"
+    return real_number("stddev", stddev, lambda real: real >= 0, wanted, advice=advice)
 
 
 def check_arrays_alone(params: optax.Params) -> None:
@@ -70,18 +86,48 @@ def checked_gradient(
     return jnp.asarray(leaf)
 
 
-def check_range(stddev: float, dtype: Any) -> None:
-    """Refuses a standard deviation at the ends of the noise dtype's range.
+@functools.partial(jax.jit, static_argnames="purpose")
+def noise_key(
+    key: PRNGKeyArray, purpose: Purpose, gradients: Sequence[Float[Array, "..."]] = ()
+) -> PRNGKeyArray:
+    """Returns the key of some noise, or raises an error where that noise would not be private.
 
-    The longest noise, of 19 standard deviations, is within the range. Numbers below it, which a
-    machine may take for zero, are at most 2^-22 standard deviations in all 2^32 entries of a leaf.
-    (Not so in an unsafe dtype, narrower than float32.)
+    | case | what happens |
+    |---|---|
+    | `init` under `vmap`, and the key is not mapped | refused: all models would share it |
+    | a gradient is mapped, and the key is not | refused: all rows would share their noise |
+    | nothing is mapped | one noise, of which `vmap` makes copies |
+    | certified, and lowered for a platform that is not in `PLATFORMS` | refused |
+    | lowered for several platforms | refused if one of them is |
+
+    Args:
+        key: typed or raw.
+        purpose: what it is taken for.
+        gradients: what the noise is added to.
     """
-    limits = jnp.finfo(dtype)
-    least = float(limits.smallest_normal) * (2.0**39 if limits.nmant >= 23 else 1.0)
-    if not least <= stddev <= float(limits.max) / 32:
+    return _noise_key.bind(key, *jax.lax.stop_gradient(gradients), purpose=purpose)
+
+
+def _mapped(axis: Any, values: Any, dims: Any, *, purpose: Purpose) -> tuple[Any, Any]:
+    if dims[0] is None and (purpose == "init" or any(dim is not None for dim in dims)):
         raise ValueError(
-            f"stddev {stddev} is beyond the normal range of the noise dtype {dtype} "
-            f"({least:.2g} to {float(limits.max) / 32:.2g}): noise, or the sum beside it, would be "
-            "rounded to zero or infinity. Rescale the gradients, or take a wider noise dtype."
+            f"{purpose} is under vmap: {axis.size} models would get one key, and so the same noise."
+            " Call optimizer.init for each model, stack the states, and map the update over these."
         )
+    return _noise_key.bind(*values, purpose=purpose), dims[0]
+
+
+def _lowered(context: Any, key: Any, *_gradients: Any, purpose: Purpose) -> list[Any]:
+    others = {*(context.platforms or context.module_context.platforms)} - PLATFORMS
+    if purpose == "noise" and others:
+        raise ValueError(
+            "certified noise needs float64 as IEEE 754 has it, which a TPU does not have; found "
+            f"{', '.join(others)}. Train on one of {', '.join(sorted(PLATFORMS))}; or, in your own "
+            "loop, take certified=False, which is not Gaussian (see gaussian_privatizer)."
+        )
+    return [key]
+
+
+_noise_key.def_abstract_eval(lambda key, *_gradients, purpose: key)
+batching.fancy_primitive_batchers[_noise_key] = _mapped
+mlir.register_lowering(_noise_key, _lowered)

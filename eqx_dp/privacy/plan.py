@@ -10,13 +10,13 @@ from jaxtyping import PRNGKeyArray
 from ..precision import JmpPolicy, Policy, checked_policy
 from ..sharding import ShardingRules
 from .accounted_plan import AccountedPlan
+from .accounting import HasSensitivity, agreed_with, checked_sensitivity
 from .finite_precision import delta_of_jax_noise, within_charge
 from .keys import Secret
 from .noise import gaussian_privatizer
 from .sample_size import Sampling
 from .sampling import Sampler
 from .sampling_kinds import FixedSize
-from .sensitivity import HasSensitivity, agreed_with, checked_sensitivity
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -158,7 +158,15 @@ class PrivacyPlan(AccountedPlan):
                 f"num_examples must be the number of users, {users}: the plan's unit is users. "
                 f"Found {sampler.num_examples}."
             )
-        _warn_of_large_delta(self.delta, sampler.num_examples)
+        # The warning names this line, not the caller's: Python shows a warning of one line once, so
+        # the samplers of one run (`make_step` makes some) do not repeat it.
+        if self.delta >= (share := 1 / sampler.num_examples):
+            warnings.warn(
+                f"delta is {self.delta:g}, and 1 / num_examples is {share:g} "
+                f"({sampler.num_examples} examples): such a delta allows a program to publish one "
+                "example at random, in full. Make a plan with a delta well below 1 / num_examples.",
+                stacklevel=1,
+            )
         return sampler
 
     def privatizer(
@@ -234,16 +242,3 @@ class PrivacyPlan(AccountedPlan):
             JAX never exceed 5.22.
         """
         return delta_of_jax_noise(self.sampling_prob, self.steps, self.noise_multiplier, entries)
-
-
-def _warn_of_large_delta(delta: float, num_examples: int) -> None:
-    if delta < 1 / num_examples:
-        return
-    # The warning names this line, not the caller's: Python shows a warning of one line once, so the
-    # samplers of one run (`make_step` makes some) do not repeat it.
-    warnings.warn(
-        f"delta is {delta:g}, and 1 / num_examples is {1 / num_examples:g} ({num_examples} "
-        "examples): such a delta allows a program to publish one example at random, in full. Make "
-        "a plan with a delta well below 1 / num_examples.",
-        stacklevel=1,
-    )

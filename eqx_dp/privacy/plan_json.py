@@ -36,7 +36,7 @@ def written(fields: Mapping[str, Any]) -> str:
     found["neighboring_relation"] = fields["neighboring_relation"].name
     sampling, noise, unit = found.pop("sampling"), found.pop("noise"), found.pop("unit")
     if unit is not None:
-        found["unit"] = unit.fields()
+        found["unit"] = {"kind": "users", "per_step": unit.per_step}
     if not isinstance(sampling, Poisson):
         found["sampling"] = sampling.fields()
     if noise is not None:

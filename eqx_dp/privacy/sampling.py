@@ -3,29 +3,20 @@
 import bisect
 import dataclasses
 import functools
-import hashlib
 import json
 import math
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int64, UInt64
 
 from ..expected import expect, real_number, whole_number
 from ..paths import below
+from ..rows import drawn_from
 from ..trees import PyTree
-from .keys import (
-    Secret,
-    checked_secret,
-    digest,
-    fresh_secret,
-    refuse_to_pickle,
-    warn_of_small,
-)
+from .keys import Secret, checked_secret, fresh_secret, numbers_of, refuse_to_pickle, warn_of_small
 from .sampling_kinds import Draw, Kind, Poisson
-from .sampling_kinds import sampling_probability as sampling_probability
 
 OVERFLOW_PROBABILITY = 1e-12
 """The largest probability, a step, that more examples are drawn than a batch has room for."""
@@ -294,9 +285,7 @@ class Sampler:
         return drawn[np.argsort(self._numbers((str(step), "order"), len(drawn)))]
 
     def _numbers(self, purpose: tuple[str, ...], count: int) -> UInt64[np.ndarray, "count"]:
-        """Random numbers of 64 bits, by SHAKE256 (FIPS 202)."""
-        key = digest(self.seed, (*self._bound_to(), *purpose), size=64)
-        return np.frombuffer(hashlib.shake_256(key).digest(8 * count), np.dtype("<u8"))
+        return numbers_of(self.seed, (*self._bound_to(), *purpose), count)
 
     def _bound_to(self) -> tuple[str, ...]:
         """What random numbers depend on, beside seed and purpose."""
@@ -310,7 +299,7 @@ class Sampler:
         def fits(slots: int) -> bool:
             return self.kind.overflow(slots, part, self.num_examples) <= tau
 
-        most = min(part, self.kind.size(self.num_examples)[0])
+        most = min(part, getattr(self.kind, "batch_size", part))
         least = bisect.bisect_left(range(most + 1), True, key=fits)
         return min(least + self.kind.extra_slots, most)
 
@@ -342,9 +331,9 @@ class PoissonSampler(Sampler):
     sampling_prob: float
 
     def __init__(self, num_examples: SupportsIndex, sampling_prob: SupportsFloat, **options: Any):
-        prob = sampling_probability(sampling_prob)
-        object.__setattr__(self, "sampling_prob", prob)
-        super().__init__(num_examples, Poisson(prob), **options)
+        kind = Poisson(cast(float, sampling_prob))
+        object.__setattr__(self, "sampling_prob", kind.sampling_prob)
+        super().__init__(num_examples, kind, **options)
 
 
 def check_sources(sources: tuple[PyTree[Any], ...], length: int) -> None:
@@ -352,42 +341,17 @@ def check_sources(sources: tuple[PyTree[Any], ...], length: int) -> None:
     if not sources:
         raise ValueError("take needs at least one source of examples behind the step.")
     for position, source in enumerate(sources):
-        leaves = jax.tree_util.tree_leaves_with_path(source)
-        if not leaves:
-            raise ValueError(
-                f"source {position} holds no arrays. Give arrays with the examples along their "
-                "leading axis."
-            )
-        for path, leaf in leaves:
-            where = below(f"source {position}", path)
-            if not isinstance(leaf, (np.ndarray, jax.Array)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(source) or [((), None)]:
+            problem = ""
+            if leaf is None:
+                problem = "holds no arrays"
+            elif not isinstance(leaf, (np.ndarray, jax.Array)):
+                problem = f"is a {type(leaf).__name__}, not an array"
+            elif leaf.shape[:1] != (length,):
+                problem = f"has shape {leaf.shape}"
+            if problem:
                 raise ValueError(
-                    f"{where} is a {type(leaf).__name__}, not an array: give numpy or JAX arrays "
-                    "with the examples along their leading axis (np.asarray)."
+                    f"{below(f'source {position}', path)} {problem}, and the data set has {length} "
+                    "examples (with users, rows). Give numpy or JAX arrays (np.asarray) with all "
+                    "of them along their leading axis."
                 )
-            if leaf.ndim == 0 or leaf.shape[0] != length:
-                raise ValueError(
-                    f"{where} has shape {leaf.shape}, and the data set has {length} examples (with "
-                    "users, rows), which have to be along its leading axis: give all of it."
-                )
-
-
-def drawn_from(
-    source: PyTree[Any],
-    indices: Int64[np.ndarray, "capacity"],
-    is_padding_example: Bool[np.ndarray, "capacity"],
-) -> PyTree[Any]:
-    """The examples at some positions; NaN or 0, for which nothing is read, where there is none."""
-
-    def of_leaf(leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-        nothing = np.nan if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0
-        if isinstance(leaf, jax.Array):
-            # One shape, however many were drawn: nothing is compiled anew.
-            beyond = np.where(is_padding_example, leaf.shape[0], indices)
-            return jnp.take(leaf, beyond, axis=0, mode="fill", fill_value=nothing)
-        batch = np.full((len(indices), *leaf.shape[1:]), nothing, leaf.dtype)
-        slots = np.argsort(indices)[np.sum(is_padding_example) :]  # a file is read forward
-        batch[slots] = leaf[indices[slots]]
-        return batch
-
-    return jax.tree.map(of_leaf, source)

@@ -30,6 +30,7 @@ Draw = Callable[[int], Places]
 
 _REMEMBERED = 64  # steps, for threads that do not ask in order
 _AT_ONCE = 2**20  # numbers
+_PROBABILITY = "greater than 0 and at most 1 (the probability that an example is drawn in a step)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +43,14 @@ class Kind:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if name == "sampling_prob":
-                checked = sampling_probability(value)
+                checked = real_number(name, value, lambda real: 0 < real <= 1, _PROBABILITY)
             else:
                 checked = whole_number(name, value, least=1, most=2**53)
             object.__setattr__(self, name, checked)
 
     @property
     def step_prob(self) -> float:
-        """The probability that a given example is in a given step.
-
-        A step expects `step_prob * num_examples` examples.
-        """
+        """The probability that a given example is in a given step."""
         raise NotImplementedError
 
     def draws(self, num_examples: int, numbers: Numbers) -> Draw:
@@ -60,21 +58,12 @@ class Kind:
 
         Args:
             num_examples: Of the data set.
-            numbers: Secret random numbers. They must be bound to this kind, its arguments and
-                `num_examples`.
+            numbers: They must be bound to this kind, its arguments and `num_examples`.
 
         Returns:
             A function of the step, from 0. Several threads may call it.
         """
         raise NotImplementedError
-
-    def size(self, num_examples: int) -> tuple[int, float]:
-        """The binomial distribution of the number of examples of one step.
-
-        Returns:
-            The population and the probability: (batch_size, 1.0) for `FixedSize`.
-        """
-        return num_examples, self.step_prob
 
     def overflow(self, slots: int, part: int, num_examples: int) -> float:
         """The probability that a step draws more than `slots` of `part` given examples."""
@@ -217,10 +206,6 @@ class FixedSize(Kind):
             return drawn[:size].astype(np.int64)
 
         return draw
-
-    def size(self, num_examples: int) -> tuple[int, float]:
-        """(`batch_size`, 1.0): every step has that many examples."""
-        return self.batch_size, 1.0
 
     def overflow(self, slots: int, part: int, num_examples: int) -> float:
         """See `Kind`; the number of examples of a part is hypergeometric."""
@@ -413,12 +398,3 @@ def _in_blocks(count: int, purpose: str, numbers: Numbers) -> UInt64[np.ndarray,
     firsts = range(0, count, _AT_ONCE)
     blocks = [numbers((purpose, str(first)), min(_AT_ONCE, count - first)) for first in firsts]
     return np.concatenate(blocks)
-
-
-def sampling_probability(value: object) -> float:
-    """Returns `value` as a float in (0, 1], or raises a ValueError that speaks of sampling_prob."""
-    wanted = (
-        "greater than 0 and at most 1 (it is the probability with which each example is drawn in "
-        "a step)"
-    )
-    return real_number("sampling_prob", value, lambda real: 0 < real <= 1, wanted)

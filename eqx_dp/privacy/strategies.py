@@ -152,9 +152,8 @@ class Banded:
 
     def weights(self, steps: SupportsIndex) -> Float64[np.ndarray, " steps"]:
         """First column of C^-1: what each draw adds to the noise of its step and of later ones."""
-        return _column(
-            self.strategy, self.noising, whole_number("steps", steps, least=1, most=2**24)
-        )
+        count = whole_number("steps", steps, least=1, most=2**24)
+        return _column(self.strategy, self.noising, count)
 
     def column(self, steps: SupportsIndex) -> Float64[np.ndarray, " steps"]:
         """First column of C, for a run of so many steps.
@@ -198,9 +197,8 @@ class Banded:
 
         Of all steps, in units of the clip norm; noise multiplier: per unit of `sensitivity`.
         """
-        count = whole_number("steps", steps, least=1, most=2**24)
-        kept = np.cumsum(self.weights(count))
-        return float(np.sqrt(np.cumsum(kept**2).mean()) * self.sensitivity(count, separation))
+        kept = np.cumsum(self.weights(steps))
+        return float(np.sqrt(np.cumsum(kept**2).mean()) * self.sensitivity(steps, separation))
 
 
 @functools.lru_cache(maxsize=64)
@@ -219,11 +217,8 @@ def _weights(name: str, given: Sequence[SupportsFloat], sign: int) -> tuple[floa
         real_number(f"{name}[{i}]", x, math.isfinite, allowed)
         for i, x in enumerate(entries(name, given, "numbers"))
     )
-    if (
-        not 1 <= len(found) <= _MOST_BANDS
-        or found[0] != 1
-        or min(sign * np.array(found[1:]), default=0) < 0
-    ):
+    begins_with_1 = 1 <= len(found) <= _MOST_BANDS and found[0] == 1
+    if not begins_with_1 or min(sign * np.array(found[1:]), default=0) < 0:
         raise ValueError(
             f"{name} must be 1 and then at most {_MOST_BANDS - 1} numbers that are {allowed}, such "
             f"as (1.0, {sign * 0.5}); found {found}."

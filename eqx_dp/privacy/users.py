@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable
 from typing import Any, SupportsIndex
@@ -13,10 +12,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int64
 
 from ..expected import expect, function, whole_number
+from ..rows import drawn_from
 from ..shown import shown
 from ..trees import PyTree
-from .keys import digest
-from .sampling import Sampler, check_sources, drawn_from
+from .keys import numbers_of
+from .sampling import Sampler, check_sources
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +76,6 @@ class Users:
             checked = {"num_users": int(users.max()) + 1, **checked, "user_of_example": users}
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-
-    def fields(self) -> dict[str, Any]:
-        """What a plan's JSON says of it."""
-        return {"kind": "users", "per_step": self.per_step}
 
     @property
     def num_rows(self) -> int:
@@ -152,8 +148,7 @@ class Users:
             its = order[starts[user] : starts[user + 1]]
             if len(its) > self.per_step:
                 purpose = "eqx_dp rows of a user", str(self.num_users), str(step), str(user)
-                key = hashlib.shake_256(digest(sampler.seed, purpose, size=64))
-                numbers = np.frombuffer(key.digest(8 * len(its)), np.dtype("<u8"))
+                numbers = numbers_of(sampler.seed, purpose, len(its))
                 its = its[np.sort(np.argsort(numbers)[: self.per_step])]
             if len(its) > 0:
                 rows[slot] = np.resize(its, self.per_step)
