@@ -1,5 +1,6 @@
 """Following one example through the differentiated program of its loss, before `vmap` maps it."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -97,7 +98,10 @@ class Judge:
             return joined([one, other], equation)
 
         if equation.primitive.name in HOLDING:
-            return self.program(_implementation(equation), inputs)
+            # Implemented in JAX: vmap maps the program of the implementation in its place.
+            run = functools.partial(equation.primitive.impl, **equation.params)
+            body = jax.make_jaxpr(run)(*(variable.aval for variable in equation.invars))
+            return self.program(body, inputs)
         match inside(equation):
             case Call("custom_vmap") | None:
                 return None
@@ -131,13 +135,6 @@ class Judge:
                     return [either(fact, steering) for fact in found]
 
                 return settled(step, start, either)
-
-
-def _implementation(equation: jex_core.JaxprEqn) -> jex_core.ClosedJaxpr:
-    """The program of a primitive that is implemented in JAX, which `vmap` maps in its place."""
-    run: Any = equation.primitive.impl
-    avals = [variable.aval for variable in equation.invars]
-    return jax.make_jaxpr(lambda *values: run(*values, **equation.params))(*avals)
 
 
 def _unless_empty(variable: Any, fact: Fact) -> Fact:

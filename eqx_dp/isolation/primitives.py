@@ -8,14 +8,12 @@ every accepted one: no example changes another, bit for bit, and its own results
 import weakref
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.extend.core as jex_core
 from jax.extend.core import primitives as jax_primitives
 
 from ..programs import OF_LAX, named
-
-Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 REFERENCES = named("addupdate freeze get new_ref swap")
 """They read or write a mutable array, which outlives the example."""
@@ -41,7 +39,7 @@ HOLDING = named("linear_solve")
 
 # The random numbers of a batch of other keys all come from the first of them.
 _APART = ("key<fry>", "key<chacha12>", "key<chacha20>")
-_GENERATORS: dict[str, tuple[str, ...]] = {
+GENERATORS: dict[str, tuple[str, ...]] = {
     "random_bits": _APART,
     "random_gamma": _APART,
     "random_fold_in": (*_APART, "key<rbg>"),
@@ -59,7 +57,7 @@ _OF_EQUINOX = named("maybe_set nonbatchable nondifferentiable_backward nontracea
 _OWN_RULES: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
-def engines_rule(rule: Rule) -> Rule:
+def engines_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a batching rule of the engine, of a `jax.custom_batching.custom_vmap`.
 
     Its first result has examples in front, each entry from one example alone; all others are sums
@@ -98,9 +96,9 @@ def keeps_apart(equation: jex_core.JaxprEqn, bound: frozenset[Any]) -> bool:
     name = equation.primitive.name
     if axes_named(equation) - bound and name not in _LOCAL:
         return False
-    if name in _GENERATORS:
+    if name in GENERATORS:
         key: Any = equation.invars[0].aval
-        return str(key.dtype) in _GENERATORS[name]
+        return str(key.dtype) in GENERATORS[name]
     if name in CALLBACKS:
         return str(equation.params.get("vmap_method")).startswith("sequential")
     if name == "pallas_call":

@@ -1,33 +1,25 @@
 """The error where examples meet."""
 
 from ..programs import own_line, source_line
+from . import primitives
 from .facts import Meeting
-from .primitives import ATTENTION, CALLBACKS, REDUCTIONS, REFERENCES, STATEFUL, axes_named, is_known
 
 
 def refusal(meeting: Meeting) -> ValueError:
     """Names the primitive and the line, and says what to do."""
     equation = meeting.equation
-    name, axes = equation.primitive.name, axes_named(equation)
+    name, axes = equation.primitive.name, primitives.axes_named(equation)
     line = meeting.line or own_line(equation) or source_line(equation)
     over = f" over the axis {', '.join(sorted(map(repr, axes)))}," if axes else ""
-    key = next((key for key, names in _FAMILIES.items() if name in names), name)
-    advice = _ADVICE.get(key, _OF_AXES if axes else _OF_ANY)
+    meet = "meet" if primitives.is_known(equation) else "may meet"
+    default = _OF_AXES if axes else _OF_ANY
+    advice = next((advice for names, advice in _ADVICE.items() if name in names), default)
     return ValueError(
-        f"Examples {'meet' if is_known(equation) else 'may meet'} in the gradient of the loss, by "
-        f"'{name}'{over} at {line}. What one example adds to the sum must depend on that example "
-        f"alone. {advice}"
+        f"Examples {meet} in the gradient of the loss, by '{name}'{over} at {line}. What one "
+        f"example adds to the sum must depend on that example alone. {advice}"
     )
 
 
-_FAMILIES = {
-    "reduction": REDUCTIONS,
-    "random": {"random_bits", "random_fold_in", "random_gamma", "random_split"},
-    "attention": ATTENTION,
-    "callback": CALLBACKS,
-    "stateful": STATEFUL,
-    "reference": REFERENCES,
-}
 _OF_AXES = (
     "An enclosing vmap or shard_map, or the sharding rules, bind this axis, and examples are "
     "spread over it, so this mixes them. Normalise within the example instead (eqx.nn.GroupNorm, "
@@ -39,31 +31,30 @@ _OF_ANY = (
     "JAX's own, please report it."
 )
 _ADVICE = {
-    "psum_invariant": "In a shard_map over this axis the model is the same on all devices while "
-    "examples differ, so that JAX sums per-example gradients over devices before they are "
-    "clipped. Call the clipped gradient outside of shard_map, with "
-    "sharding=dp.ShardingRules(mesh, ...); or give shard_map check_vma=False, and sum the result "
-    "over the axis yourself.",
-    "reduction": "It reduces over all examples and may only steer Equinox's own loops and checks. "
-    "With EQX_ON_ERROR=nan (or breakpoint) one bad example changes all the others: use "
+    ("psum_invariant",): "In a shard_map over this axis the model is the same on all devices while "
+    "examples differ, so that JAX sums per-example gradients over devices before they are clipped. "
+    "Call the clipped gradient outside of shard_map, with sharding=dp.ShardingRules(mesh, ...); or "
+    "give shard_map check_vma=False, and sum the result over the axis yourself.",
+    primitives.REDUCTIONS: "It reduces over all examples and may only steer Equinox's own loops "
+    "and checks. With EQX_ON_ERROR=nan (or breakpoint) one bad example changes all the others: use "
     "EQX_ON_ERROR=raise, which stops the run, or off.",
-    "random": "For a batch of keys of the generators rbg and unsafe_rbg, JAX draws all numbers "
-    "from the first key. Use other keys: jax.random.key(seed, "
+    tuple(primitives.GENERATORS): "For a batch of keys of the generators rbg and unsafe_rbg, JAX "
+    "draws all numbers from the first key. Use other keys: jax.random.key(seed, "
     "impl='threefry2x32').",
-    "attention": "For a batch, cuDNN adds gradients of a bias that examples share, draws dropout "
-    "by place, and finds the maxima of 8-bit values. Use implementation='xla'.",
-    "regularized_incomplete_beta": "Its loop changes an element until all of the batch have "
+    primitives.ATTENTION: "For a batch, cuDNN adds gradients of a bias that examples share, draws "
+    "dropout by place, and finds the maxima of 8-bit values. Use implementation='xla'.",
+    ("regularized_incomplete_beta",): "Its loop changes an element until all of the batch have "
     "converged. Write it by a jax.lax.while_loop, which stops for each example alone.",
-    "callback": "It hands all examples of a batch to a function on the host. With "
+    primitives.CALLBACKS: "It hands all examples of a batch to a function on the host. With "
     "vmap_method='sequential' the function gets one example at a time.",
-    "stateful": "A function on the host may remember one example and give it to another. Use "
-    "jax.pure_callback with vmap_method='sequential' for a pure function, and jax.debug.callback "
-    "to show values.",
-    "reference": "It reads or writes a mutable array (jax.new_ref), which outlives the example. "
-    "Return the value instead, and carry it in a jax.lax.scan.",
-    "custom_vmap_call": "It has its own batching rule (jax.custom_batching.custom_vmap), "
-    "which is given all examples at once. Use the function without the rule, or jax.lax.map for "
-    "one that cannot be mapped.",
-    "pallas_call": "The kernel has scratch memory, scalars in front or whole arrays, which outlive "
-    "one example's step of the grid. Use a kernel with blocks only.",
+    primitives.STATEFUL: "A function on the host may remember one example and give it to another. "
+    "Use jax.pure_callback with vmap_method='sequential' for a pure function, and "
+    "jax.debug.callback to show values.",
+    primitives.REFERENCES: "It reads or writes a mutable array (jax.new_ref), which outlives the "
+    "example. Return the value instead, and carry it in a jax.lax.scan.",
+    ("custom_vmap_call",): "It has its own batching rule (jax.custom_batching.custom_vmap), which "
+    "is given all examples at once. Use the function without the rule, or jax.lax.map for one that "
+    "cannot be mapped.",
+    ("pallas_call",): "The kernel has scratch memory, scalars in front or whole arrays, which "
+    "outlive one example's step of the grid. Use a kernel with blocks only.",
 }

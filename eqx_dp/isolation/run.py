@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, PyTree
 
 from ..programs import channels_last, safe_in_conditionals
-from .facts import OWN, Fact, Meeting
+from .facts import OWN, Meeting
 from .judge import Judge
 from .mapping import is_mapped
 from .primitives import engines_rule
@@ -50,7 +50,11 @@ def run_apart(
         # A program is evaluated within this mesh. What is traced within it is not traced again.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
             program, shapes = jax.make_jaxpr(one, return_shape=True)(*values)
-        facts, leaves = _without_meetings(program, loss), jax.tree.leaves(values)
+        leaves, judge = jax.tree.leaves(values), Judge(may_be_trusted(loss))
+        facts = judge.program(program, [OWN] * len(leaves))
+        for fact in [*facts, *judge.remembered]:
+            if isinstance(fact, Meeting):
+                raise refusal(fact)
         structures.append(jax.tree.structure(shapes))
         results = jex_core.jaxpr_as_fun(program)(*leaves)
         for variable, fact, result in zip(program.jaxpr.outvars, facts, results, strict=True):
@@ -92,22 +96,10 @@ def of_one(of_batch: Callable[..., tuple[Array, Any]], size: int = 1) -> Callabl
     @one.def_vmap
     @engines_rule
     def _(size: int, is_mapped: list[Any], *values: Any) -> tuple[Any, tuple[bool, Any]]:
-        values = jax.tree.map(
-            lambda x, there: x if there else jnp.broadcast_to(x, (size, *x.shape)),
-            values,
-            tuple(is_mapped),
-        )
-        own, sums = of_batch(*values)
+        def of_all(x: Array, its: bool) -> Array:
+            return x if its else jnp.broadcast_to(x, (size, *x.shape))
+
+        own, sums = of_batch(*jax.tree.map(of_all, values, tuple(is_mapped)))
         return (own, sums), (True, jax.tree.map(lambda _: False, sums))
 
     return one
-
-
-def _without_meetings(program: jex_core.ClosedJaxpr, loss: jex_core.Jaxpr) -> list[Fact]:
-    """What results depend on; a ValueError if the program of one example may depend on others."""
-    judge = Judge(may_be_trusted(loss))
-    facts = judge.program(program, [OWN] * len(program.jaxpr.invars))
-    for fact in [*facts, *judge.remembered]:
-        if isinstance(fact, Meeting):
-            raise refusal(fact)
-    return facts

@@ -52,16 +52,13 @@ def is_steering(equation: jex_core.JaxprEqn) -> bool:
 
 def stops(branch: jex_core.Jaxpr) -> bool:
     """Whether a branch ends the run: Equinox's `error_if`, which raises an error on the host."""
-    return any(
-        equation.primitive.name == "pure_callback" and _raises(equation.params["callback"])
-        for equation in branch.eqns
-    )
-
-
-def _raises(callback: Any) -> bool:
-    function = getattr(callback, "callback_func", None)
-    name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    return name == ("equinox._errors", "_error.<locals>.raises")
+    for equation in branch.eqns:
+        function: Any = getattr(equation.params.get("callback"), "callback_func", None)
+        name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+        is_check = name == ("equinox._errors", "_error.<locals>.raises")
+        if is_check and equation.primitive.name == "pure_callback":
+            return True
+    return False
 
 
 def _writer(equation: jex_core.JaxprEqn) -> tuple[str, str]:
