@@ -9,9 +9,9 @@ from .arguments import MethodName as MethodName
 from .arguments import checked_trainable as checked_trainable
 from .arguments import split_trainable as split_trainable
 from .calls import Mark as Mark
-from .calls import PerExample as PerExample
 from .calls import Prepared as Prepared
 from .calls import mark_of as mark_of
+from .clip import PerExample as PerExample
 from .clipped_grad import ClippedGrad as ClippedGrad
 from .clipped_sum import filter_clipped_sum as filter_clipped_sum
 from .clipping import Quantile as Quantile

@@ -14,7 +14,7 @@ from ..sharding import ShardingRules
 from ..shown import shown
 from ..trees import PyTree
 from .arguments import FilterSpec, MethodName, checked_configuration
-from .calls import PerExample
+from .clip import PerExample
 from .clipped_grad import ClippedGrad, gradients_alone
 
 # Gradients are a PyTree to type checkers, as in Equinox: optax's annotations know no modules.

@@ -4,15 +4,14 @@ In a traced program it is one equation, whose mark states the bounds of its sums
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from ..paths import dotted
 from ..programs import in_marked_equation, mark_on
@@ -26,12 +25,12 @@ from ..sharding import (
     over_devices,
     whole,
 )
-from ..shown import shapes
 from ..trees import PyTree
 from .arguments import Configuration, Examples
 from .blocks import BLOCK, added_roundoff
 from .choice import Choice, LeafCost
-from .clip import ClippedSum, TracedLoss
+from .clip import PerExample, TracedLoss
+from .methods import clipped_sum
 from .microbatches import over_microbatches
 from .norms import has_wide, product_roundoff, unit_roundoff
 
@@ -79,30 +78,6 @@ def mark_of(equation: jex_core.JaxprEqn) -> Mark | None:
     return mark if isinstance(mark, Mark) else None
 
 
-class PerExample(NamedTuple):
-    """Values of each example before clipping. They are **not private**.
-
-    Logging them, storing them, or deciding anything by them is another release, which no plan
-    accounts for. In padding slots all values are zero.
-
-    Attributes:
-        loss: the loss, in the policy's output dtype.
-        grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf if the gradient
-            is not finite. With a tree of clip norms, a tree of that structure with one norm for
-            each group.
-        aux: the aux that the loss returned, examples along the leading axis; None without
-            `has_aux`.
-    """
-
-    loss: Float[Array, " batch"]
-    grad_norm: PyTree[Float[Array, " batch"]]
-    aux: PyTree[Any]
-
-    def __repr__(self) -> str:  # no values: printed text may be kept
-        loss, norm, aux = map(shapes, self)
-        return f"PerExample(loss={loss}, grad_norm={norm}, aux={aux})"
-
-
 class CallSpecs(NamedTuple):
     """How a call's arrays are spread over a mesh.
 
@@ -111,16 +86,14 @@ class CallSpecs(NamedTuple):
         frozen: each other array of the model.
         sums: the gradient of each trainable leaf.
         of_one: all arrays that the loss of one example takes.
-        cuts: how gradients are scattered as soon as they are known.
-        is_cut: whether a device holds only a part of each trainable leaf, over the example axes.
+        cuts: how each of params and frozen is cut over the example axes; None where it is not.
     """
 
     params: list[PartitionSpec]
     frozen: list[PartitionSpec]
     sums: list[PartitionSpec]
     of_one: list[PartitionSpec]
-    cuts: tuple[Cut | None, ...]
-    is_cut: tuple[bool, ...]
+    cuts: list[Cut | None]
 
 
 class Prepared(NamedTuple):
@@ -158,10 +131,10 @@ class Prepared(NamedTuple):
         """Why each trainable leaf is treated as it is, and when a device needs all of it."""
         stay = parts_that_stay(self.traced)
         gathered = ("all of it is gathered at the beginning", "it is gathered where it is used")
-        is_cut = [False] * len(self.costs) if self.specs is None else self.specs.is_cut
+        cuts = [None] * len(self.costs) if self.specs is None else self.specs.cuts
         return [
-            f"{cost.reason}; {gathered[leaf in stay]}" if its else cost.reason
-            for leaf, (cost, its) in enumerate(zip(self.costs, is_cut, strict=True))
+            f"{cost.reason}; {gathered[leaf in stay]}" if cut is not None else cost.reason
+            for leaf, (cost, cut) in enumerate(zip(self.costs, cuts, strict=False))
         ]
 
     @property
@@ -209,7 +182,7 @@ class Prepared(NamedTuple):
         moves = 2 * jax.process_count()
         blocks = min(moves, count * devices * -(-size // block))
         # Devices whose sums are added up in every microbatch.
-        together = devices if self.specs is not None and any(self.specs.cuts) else 1
+        together = devices if any(self.traced.cuts) else 1
         microbatches = min(moves, count * devices // together)
         of_blocks = added_roundoff(-(-size // block), size, dtype) + (together - 1) * u
         off = blocks * block * (block - 1) * product_roundoff(dtype)
@@ -244,20 +217,12 @@ def specs_of(
     of_params, of_frozen = of(params), of(frozen)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     sums = list(map(rules.accumulator_spec, of_params, shapes))
-    found = [cut_of(rules, spec, len(shape)) for spec, shape in zip(of_params, shapes, strict=True)]
-    is_once = rules.accumulators == "params_once"
-    of_one = [*of_params, *of_frozen, *examples.specs()]
-    cuts, is_cut = (None if is_once else cut for cut in found), (cut is not None for cut in found)
-    return CallSpecs(of_params, of_frozen, sums, of_one, tuple(cuts), tuple(is_cut))
+    shared, arrays = [*of_params, *of_frozen], jax.tree.leaves((params, frozen))
+    cuts = [cut_of(rules, spec, x.ndim) for spec, x in zip(shared, arrays, strict=True)]
+    return CallSpecs(of_params, of_frozen, sums, [*shared, *examples.specs()], cuts)
 
 
-Method: TypeAlias = Callable[[TracedLoss, str, list[Array], Array], ClippedSum]
-"""Clips and sums a microbatch by the named method: `methods.clipped_sum`."""
-
-
-def run(
-    prepared: Prepared, configuration: Configuration, method: Method
-) -> tuple[list[Array], PerExample]:
+def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:
     """Sums the clipped gradients of a batch; in a traced program that is one marked equation."""
     traced, examples = prepared.traced, prepared.examples
     # Constants stay constants: a derivative rule may read them as numbers.
@@ -286,19 +251,17 @@ def run(
         here = traced.with_arrays(params, frozen, known)
         its_own = examples._replace(batch=batch[0], keys=batch[1], is_padding_example=batch[2])
         its = prepared._replace(traced=here, examples=its_own)
-        return _spread(its, configuration, method)
+        return _spread(its, configuration)
 
     batch = examples.batch, examples.keys, examples.is_padding_example
     return in_marked_equation("eqx_dp_clipped_sum", mark, function, (shared, *batch))
 
 
-def _spread(
-    prepared: Prepared, configuration: Configuration, method: Method
-) -> tuple[list[Array], PerExample]:
+def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:
     """Applies the method to a batch, one microbatch at a time, on every device to its own part."""
     traced, examples, specs = prepared.traced, prepared.examples, prepared.specs
     rules = configuration.sharding
-    on_device = functools.partial(_on_device, configuration, method, prepared)
+    on_device = functools.partial(_on_device, configuration, prepared)
     if rules is None or specs is None:
         return on_device(traced, examples.leaves, examples.is_padding_example)
 
@@ -310,12 +273,11 @@ def _spread(
     num_counts = len(clipping.bounds) - len(clipping.clip_norms)
 
     def function(shared: list[Any], batch: list[Array]) -> tuple[list[Array], PerExample]:
-        shared = [
-            x if i in may_stay else whole(x) for i, x in enumerate(shared)
-        ]  # the rest is whole on a device from the start
+        # What may not stay is whole on a device from the start.
+        shared = [x if i in may_stay else whole(x) for i, x in enumerate(shared)]
         params, rest = shared[:num_params], shared[num_params:]
         frozen, consts = rest[: len(traced.frozen)], rest[len(traced.frozen) :]
-        here = traced.with_arrays(params, frozen, consts)._replace(cuts=specs.cuts)
+        here = traced.with_arrays(params, frozen, consts)
         leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
         return on_device(here, leaves, padding)
 
@@ -326,7 +288,7 @@ def _spread(
         [*specs.params, *specs.frozen, *[PartitionSpec()] * len(consts)],
         [*examples.leaves, *mask],
         [*specs.sums, *[PartitionSpec()] * num_counts],
-        [*specs.cuts, *[None] * num_counts],
+        [*traced.cuts, *[None] * num_counts],
         prepared.is_wide,
     )
 
@@ -342,7 +304,6 @@ def parts_that_stay(traced: TracedLoss) -> set[int]:
 
 def _on_device(
     configuration: Configuration,
-    method: Method,
     prepared: Prepared,
     traced: TracedLoss,
     leaves: list[Array],
@@ -353,10 +314,7 @@ def _on_device(
     traced = traced._replace(clipping=traced.clipping._replace(drift=drift))
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
-        result = method(traced, choice.method, leaves, is_padding)
-        grad_norm = traced.clipping.structure.unflatten(result.grad_norms)
-        aux = traced.program.aux.unflatten(result.aux)
-        return result.grads, PerExample(result.loss, grad_norm, aux)
+        return clipped_sum(traced, choice.method, leaves, is_padding)
 
     shared = (*traced.params, *traced.frozen)
     is_meeting = any(traced.cuts) or any(isinstance(x, Shard) for x in shared)

@@ -32,6 +32,7 @@ The figures of the CPU are measured on two cores with 1 MiB of second-level cach
 nothing of them was measured.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
@@ -41,6 +42,7 @@ import jax
 from ..device import device_memory, is_cpu
 from ..privacy import SampleSize
 from . import lookup
+from .arguments import Configuration
 from .blocks import BLOCK
 from .uses import Member, ParamUse, Uses, overlaps
 
@@ -238,8 +240,7 @@ def choose(
     flops: float,
     activations: int,
     batch: DeviceBatch,
-    method: str,
-    microbatch_size: int | None,
+    options: Configuration,
 ) -> Choice:
     """The method and the microbatch, from the options and the memory that each method needs.
 
@@ -249,13 +250,13 @@ def choose(
         flops: of all contractions in one example's loss and the gradient of that.
         activations: bytes that its forward pass leaves for its backward pass.
         batch: the batch of a device.
-        method: the option, and so is the microbatch.
-        microbatch_size: examples at once on a device; None to choose it.
+        options: the method, and how many examples at once on a device; None to choose it.
     """
-    chosen, memory = "book_keeping" if method == "auto" else method, device_memory()
+    is_auto, memory = options.method == "auto", device_memory()
+    chosen = "book_keeping" if is_auto else options.method
     held = max(1, activations, sum(cost.bytes for cost in costs[chosen]))
     reason = "as asked for"
-    if method == "auto":
+    if is_auto:
         reason = f"{held / 2**20:.2f} MiB are held for an example, activations among them"
         if memory is not None and held > _MEMORY_SHARE * memory:
             share = f"{held / 2**20:.0f} MiB an example, of {memory / 2**20:.0f}"
@@ -263,46 +264,38 @@ def choose(
     if chosen == "ghost":
         formed = sum(cost.bytes for cost in costs[chosen] if cost.way == "formed")
         flops, held = 4 / 3 * flops, max(1, activations, formed)
-    its = _Method(costs[chosen], sizes, flops, held)
-    if microbatch_size is None:
-        microbatch_size = _best_size(its, batch, _fitting(held, batch.slots, memory))
-    return Choice(chosen, microbatch_size, reason, held, batch)
+    size = options.microbatch_size
+    if size is None:
+        possible = _sizes(_fitting(held, batch.slots, memory), batch.slots)
+        work = functools.partial(_work, costs[chosen], sizes, flops, held, batch)
+        best = min(possible, key=work, default=batch.slots)
+        size = best if best < batch.slots else None
+    return Choice(chosen, size, reason, held, batch)
 
 
-class _Method(NamedTuple):
-    """The work and memory of a method for each example.
+def _work(
+    costs: list[LeafCost], sizes: list[int], flops: float, held: int, batch: DeviceBatch, size: int
+) -> float:
+    """The expected work with a microbatch size: whole microbatches, as many as needed.
 
-    Attributes:
-        costs: of every leaf, by this method.
+    Args:
+        costs: of every leaf, by the method.
         sizes: entries of every leaf.
         flops: of all contractions.
         held: bytes that are held for an example until its clip factor is known.
+        batch: the batch of a device.
+        size: of a microbatch.
     """
-
-    costs: list[LeafCost]
-    sizes: list[int]
-    flops: float
-    held: int
-
-    def work(self, batch: DeviceBatch, size: int) -> float:
-        """The expected work with a microbatch size: whole microbatches, as many as needed."""
-        of_one = float(self.flops + sum(cost.norm_flops for cost in self.costs))
-        of_one += move() * sum(cost.moved for cost in self.costs)
-        of_one *= _ALONE if size == 1 and is_cpu() else 1
-        leaves = zip(self.costs, self.sizes, strict=True)
-        used = [entries for cost, entries in leaves if cost.way != "unused"]
-        starting = _KERNELS * len(used) * (1e5 if is_cpu() else 1e8)
-        spilled = max(0, size * self.held - _CACHED) / 4 if is_cpu() else 0
-        moved = _MOVED_BY_A_PASS * sum(used) + _MOVED_BY_SPILLING * spilled
-        of_pass = size * of_one + move() * moved + starting
-        return of_pass * batch.microbatches(size)
-
-
-def _best_size(method: _Method, batch: DeviceBatch, most: int) -> int | None:
-    """The fitting microbatch of least work; None for all slots."""
-    sizes = _sizes(most, batch.slots)
-    best = min(sizes, key=lambda size: method.work(batch, size), default=batch.slots)
-    return best if best < batch.slots else None
+    of_one = float(flops + sum(cost.norm_flops for cost in costs))
+    of_one += move() * sum(cost.moved for cost in costs)
+    of_one *= _ALONE if size == 1 and is_cpu() else 1
+    leaves = zip(costs, sizes, strict=True)
+    used = [entries for cost, entries in leaves if cost.way != "unused"]
+    starting = _KERNELS * len(used) * (1e5 if is_cpu() else 1e8)
+    spilled = max(0, size * held - _CACHED) / 4 if is_cpu() else 0
+    moved = _MOVED_BY_A_PASS * sum(used) + _MOVED_BY_SPILLING * spilled
+    of_pass = size * of_one + move() * moved + starting
+    return of_pass * batch.microbatches(size)
 
 
 def _sizes(most: int, slots: int) -> Iterator[int]:

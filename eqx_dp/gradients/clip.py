@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Float
 from ..isolation import run_apart
 from ..precision import stage
 from ..sharding import Cut, Shard
+from ..shown import shapes
+from ..trees import PyTree
 from .clipping import AutoS, Clipping, Quantile
 from .leaves import Known, LeafGradient, norm_and_bound
 from .norms import product_roundoff, unit_roundoff
@@ -32,7 +34,7 @@ class TracedLoss(NamedTuple):
         accumulate_dtype: dtype of norms, factors and sums.
         loss_scale: the power of two that each example's loss is multiplied by.
         cuts: for each trainable leaf, how its sum is scattered over devices as soon as it is known;
-            None where it is not. Empty without sharding rules.
+            None where it is not.
     """
 
     program: Program
@@ -43,7 +45,7 @@ class TracedLoss(NamedTuple):
     groups: list[int]
     accumulate_dtype: np.dtype[Any]
     loss_scale: float
-    cuts: tuple[Cut | None, ...] = ()
+    cuts: list[Cut | None]
 
     @property
     def consts(self) -> list[Any]:
@@ -71,10 +73,6 @@ class TracedLoss(NamedTuple):
             return None
         return jnp.full(num_examples, self.loss_scale, self.accumulate_dtype)
 
-    def cut(self, leaf: int) -> Cut | None:
-        """How the sum of a trainable leaf is scattered over devices as soon as it is known."""
-        return self.cuts[leaf] if self.cuts else None
-
     def scattered(self, sums: list[Array]) -> list[Array]:
         """The sums of all leaves; a device keeps its part of each.
 
@@ -85,28 +83,34 @@ class TracedLoss(NamedTuple):
                 already are left as they are, and so is a count behind them.
         """
         found: list[Array] = []
-        for leaf, (total, param) in enumerate(zip(sums, self.params, strict=False)):
-            cut, shape = self.cut(leaf), param.shape
-            is_part = cut is None or total.shape == cut.local(shape)
-            found.append(total if is_part or cut is None else cut.scattered(total))
+        for total, param, cut in zip(sums, self.params, self.cuts, strict=False):
+            is_whole = cut is not None and total.shape != cut.local(param.shape)
+            found.append(cut.scattered(total) if cut is not None and is_whole else total)
         return [*found, *sums[len(found) :]]
 
 
-class ClippedSum(NamedTuple):
-    """The result of a method for a microbatch.
+class PerExample(NamedTuple):
+    """Values of each example before clipping. They are **not private**.
+
+    Logging them, storing them, or deciding anything by them is another release, which no plan
+    accounts for. In padding slots all values are zero.
 
     Attributes:
-        grads: for each trainable leaf the sum of clipped gradients, in the accumulate dtype; behind
-            them the count of a quantile.
-        loss: one loss an example.
-        grad_norms: for each clip norm one norm an example, before clipping.
-        aux: the leaves of aux, examples in front.
+        loss: the loss, in the policy's output dtype.
+        grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf if the gradient
+            is not finite. With a tree of clip norms, a tree of that structure with one norm for
+            each group.
+        aux: the aux that the loss returned, examples along the leading axis; None without
+            `has_aux`.
     """
 
-    grads: list[Float[Array, "..."]]
     loss: Float[Array, " batch"]
-    grad_norms: list[Float[Array, " batch"]]
-    aux: list[Array]
+    grad_norm: PyTree[Float[Array, " batch"]]
+    aux: PyTree[Any]
+
+    def __repr__(self) -> str:  # no values: printed text may be kept
+        loss, norm, aux = map(shapes, self)
+        return f"PerExample(loss={loss}, grad_norm={norm}, aux={aux})"
 
 
 class Clip(NamedTuple):
@@ -262,7 +266,7 @@ def clip_and_sum(
     scales: Float[Array, " batch"] | None,
     is_padding_example: Bool[Array, " batch"],
 ) -> tuple[list[Float[Array, "..."]], Clip]:
-    """Clips every example's gradient, group by group, and sums, as `ClippedSum.grads` has it.
+    """Clips every example's gradient, group by group, and sums; behind the sums is any count.
 
     Guarantee: an example adds a gradient whose norm, group by group, measured exactly, is at most
     the clip norm / (1 + drift) (`clip_factors` has the proof, from the bounds that `leaves` gives).

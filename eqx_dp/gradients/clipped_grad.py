@@ -30,10 +30,9 @@ from .arguments import (
     read_examples,
     split_trainable,
 )
-from .calls import PerExample, Prepared, run, specs_of
+from .calls import Prepared, run, specs_of
 from .choice import DeviceBatch, choose, leaf_costs
-from .clip import TracedLoss
-from .methods import clipped_sum
+from .clip import PerExample, TracedLoss
 from .program import Inputs, activation_bytes, check_key, refuse_batch_norm, trace
 from .taps import find_uses
 
@@ -194,7 +193,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         """
         check_mask(self._sampling, is_padding_example)
         prepared = self._prepare(model, batch, key, is_padding_example, clip_norm)
-        sums, per_example = run(prepared, self._configuration, clipped_sum)
+        sums, per_example = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         leaves = prepared.structure.num_leaves
         tree = prepared.structure.unflatten(grads[:leaves])
@@ -228,24 +227,20 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         program = trace(self._fun, configuration._replace(policy=policy), inputs)
         leaves, others = jax.tree.leaves(params), jax.tree.leaves(frozen)
         sizes = [leaf.size for leaf in leaves]
-        is_spread = list(specs.is_cut) if specs is not None else [False] * len(leaves)
+        cuts = [None] * len(leaves) if specs is None else specs.cuts[: len(leaves)]
+        is_spread = [cut is not None for cut in cuts]
         with on_device(rules):
             found = find_uses(program, len(leaves))
             by_method = {way: leaf_costs(found, sizes, is_spread, way) for way in METHODS}
         jaxpr = program.jaxpr.jaxpr
         of_example = [i >= len(leaves) + len(others) for i in range(len(jaxpr.invars))]
-        activations = activation_bytes(jaxpr, of_example)
+        activations, _ = activation_bytes(jaxpr, of_example)
         num_shards = 1 if rules is None else rules.num_shards
         num_examples, sampling = examples.num_examples, self._sampling
-        choice = choose(
-            {method: costs for method, (_, costs) in by_method.items()},
-            sizes,
-            3.0 * matmul_flops(jaxpr),
-            activations,
-            DeviceBatch(num_examples // num_shards, sampling and sampling.of(num_examples)),
-            configuration.method,
-            configuration.microbatch_size,
-        )
+        of_device = DeviceBatch(num_examples // num_shards, sampling and sampling.of(num_examples))
+        by_way = {method: costs for method, (_, costs) in by_method.items()}
+        flops = 3.0 * matmul_flops(jaxpr)
+        choice = choose(by_way, sizes, flops, activations, of_device, configuration)
         uses, costs = by_method[choice.method]
         steps, bound = sum(use.steps for use in uses.at.values()), clipping.l2_norm_bound
         divisor, entries = configuration.normalize_by, sum(sizes)
@@ -259,6 +254,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
             groups,
             accumulate_dtype,
             1.0 if policy is None else policy.loss_scale.value,
+            [None if rules and rules.accumulators == "params_once" else cut for cut in cuts],
         )
         structure = jax.tree.structure(params)
         return Prepared(traced, examples, choice, costs, activations, structure, specs, num_shards)

@@ -51,8 +51,7 @@ def factors(
 
 def columns_last(operation: Operation, operand: int) -> tuple[int, ...]:
     """The axes of the result in the order of `factors`: time, then features."""
-    contracted, batch, free = _dimensions(operation, 1 - operand)
-    del contracted
+    _, batch, free = _dimensions(operation, 1 - operand)
     rank = len(operation.result)
     if operand == 1:
         return tuple(range(rank))

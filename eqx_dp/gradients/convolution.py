@@ -20,11 +20,8 @@ name = "convolution"
 
 def claims(equation: jex_core.JaxprEqn, operand: int) -> bool:
     """A convolution with the parameter as its kernel."""
-    return (
-        equation.primitive is conv_general_dilated_p
-        and operand == 1
-        and equation.params["batch_group_count"] == 1
-    )
+    is_kernel = equation.primitive is conv_general_dilated_p and operand == 1
+    return is_kernel and equation.params["batch_group_count"] == 1
 
 
 def residuals(operation: Operation, operand: int, inputs: list[Any]) -> Any:
@@ -95,49 +92,46 @@ class Kernel(NamedTuple):
     use: ParamUse
     saves_memory: bool
 
+    def tap(self) -> Any:
+        """Nothing: the kernel is differentiated itself."""
+        return ()
 
-def convolved(
-    known: Kernel, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any
-) -> tuple[Array, Any]:
-    """The result of a convolution, with another rule for the kernel's gradient."""
-    del tap
-    use = known.use
+    def evaluated(
+        self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any
+    ) -> tuple[Array, Any]:
+        """The result of a convolution, with another rule for the kernel's gradient."""
+        del tap
 
-    @jax.custom_vjp
-    def run(image: Array, kernel: Array) -> Array:
-        return evaluated_whole(equation, [image, kernel])[0]
+        def product(image: Array, kernel: Array) -> Array:
+            return evaluated_whole(equation, [image, kernel])[0]
 
-    of_example = functools.partial(outer_products, use.operation)
+        run = jax.custom_vjp(product)
+        of_example = functools.partial(outer_products, self.use.operation)
 
-    def of_batch(*sides: Array) -> tuple[Array, Any]:
-        return computed_once(lambda its: jax.vmap(of_example)(*its), sides, sides[1]), ()
+        def of_batch(*sides: Array) -> tuple[Array, Any]:
+            return computed_once(lambda its: jax.vmap(of_example)(*its), sides, sides[1]), ()
 
-    gradient = (lambda *its: of_one(of_batch)(*its)[0]) if known.saves_memory else of_example
+        gradient = (lambda *its: of_one(of_batch)(*its)[0]) if self.saves_memory else of_example
 
-    def forward(image: Array, kernel: Array) -> tuple[Array, Any]:
-        result, pullback = jax.vjp(
-            lambda image: evaluated_whole(equation, [image, kernel])[0], image
-        )
-        return result, (pullback, image)
+        def forward(image: Array, kernel: Array) -> tuple[Array, Any]:
+            result, pullback = jax.vjp(lambda image: product(image, kernel), image)
+            return result, (pullback, image)
 
-    def backward(held: Any, cotangent: Array) -> tuple[Array, Array]:
-        pullback, image = held
-        aval: Any = equation.invars[1].aval
-        grads = gradient(image, cotangent)
-        return *pullback(cotangent), use.inside().to_parameter(grads).astype(aval.dtype)
+        def backward(held: Any, cotangent: Array) -> tuple[Array, Array]:
+            pullback, image = held
+            aval: Any = equation.invars[1].aval
+            grads = gradient(image, cotangent)
+            return *pullback(cotangent), self.use.inside().to_parameter(grads).astype(aval.dtype)
 
-    run.defvjp(forward, backward)
-    return run(*map(whole, inputs)), ()
+        run.defvjp(forward, backward)
+        return run(*map(whole, inputs)), ()
 
 
 def _sides(operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of image and result: images, channels, positions."""
-    numbers, (image, _), result = (
-        operation.param("dimension_numbers"),
-        operation.operands,
-        operation.result,
-    )
-    return tuple(image[i] for i in numbers.lhs_spec), tuple(result[i] for i in numbers.out_spec)
+    numbers, (image, _) = operation.param("dimension_numbers"), operation.operands
+    of_result = tuple(operation.result[i] for i in numbers.out_spec)
+    return tuple(image[i] for i in numbers.lhs_spec), of_result
 
 
 def _cuts_cotangent(operation: Operation) -> bool:

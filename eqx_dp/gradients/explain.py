@@ -12,7 +12,7 @@ from ..expected import expect
 from ..isolation import warn_if_zero
 from ..privacy import PrivacyPlan, SampleSize
 from ..programs import Call, Scan, inside, matmul_flops
-from ..sharding import Cut, ShardingRules, cut_of, keeps_parts, on_device
+from ..sharding import Cut, ShardingRules, keeps_parts, on_device
 from ..shown import shown
 from ..tables import Part, tabular
 from ..trees import PyTree
@@ -79,16 +79,9 @@ class Explanation(NamedTuple):
     flops: float
 
     def _parts(self) -> Iterator[Part]:
-        total = Row(
-            "total",
-            (),
-            "",
-            f"method {self.method}, {self._at_once()}: {self.reason}",
-            "",
-            "",
-            sum(row.flops for row in self.rows),
-            sum(row.bytes for row in self.rows),
-        )
+        why = f"method {self.method}, {self._at_once()}: {self.reason}"
+        flops, size = sum(row.flops for row in self.rows), sum(row.bytes for row in self.rows)
+        total = Row("total", (), "", why, "", "", flops, size)
         yield [_HEAD, *map(_cells, (*self.rows, total))]
         yield f"gradient without clipping: {self.flops:.3e} FLOPs"
         if self.sample is not None:
@@ -160,22 +153,14 @@ def explain(
     configuration = grad_fn._configuration  # pyright: ignore[reportPrivateUsage]
     if configuration.keep_batch_dim and configuration.sharding is None:
         warn_if_zero(gradient)
+    traced, rows = found.traced, list[Row]()
+    dtype = str(traced.accumulate_dtype)
+    leaves = zip(found.paths, found.costs, found.reasons, traced.params, strict=True)
+    for path, cost, why, param in leaves:
+        flops, size = cost.flops * num_examples, cost.bytes * found.at_once
+        rows.append(Row(path, cost.uses, cost.way, why, str(param.dtype), dtype, flops, size))
     return Explanation(
-        tuple(
-            Row(
-                path,
-                cost.uses,
-                cost.way,
-                reason,
-                str(param.dtype),
-                str(found.traced.accumulate_dtype),
-                cost.flops * num_examples,
-                cost.bytes * found.at_once,
-            )
-            for path, cost, reason, param in zip(
-                found.paths, found.costs, found.reasons, found.traced.params, strict=True
-            )
-        ),
+        tuple(rows),
         choice.method,
         choice.microbatch_size,
         num_examples,
@@ -268,23 +253,19 @@ def slices_of(call: Prepared, rules: ShardingRules | None) -> Slices:
         rules: the sharding rules of its clipped gradient.
     """
     traced, specs = call.traced, call.specs
-    shared = [*traced.params, *traced.frozen]
     if rules is None or specs is None:
-        return Slices([None] * len(shared), [None] * len(traced.params))
+        num_params, num_frozen = len(traced.params), len(traced.frozen)
+        return Slices([None] * (num_params + num_frozen), [None] * num_params)
     may_stay = parts_that_stay(traced)
-    cuts = [
-        cut_of(rules, spec, x.ndim)
-        for x, spec in zip(shared, (*specs.params, *specs.frozen), strict=True)
-    ]
     is_once = rules.accumulators == "params_once"
     return Slices(
         [
             None if cut is None else _gathered(traced, i, cut) if i in may_stay else 0
-            for i, cut in enumerate(cuts)
+            for i, cut in enumerate(specs.cuts)
         ],
         [
             None if cut is None else 0 if is_once else _scattered(call, i, cut)
-            for i, cut in enumerate(cuts[: len(traced.params)])
+            for i, cut in enumerate(specs.cuts[: len(traced.params)])
         ],
     )
 

@@ -106,7 +106,9 @@ def summed(
         held, factors, contributes = operands
         sums: list[Array] = []
         for members, (products, powers) in zip(_sets(form), held, strict=True):
-            weights = _times(factors, powers)
+            # Powers of two are multiplied into the factor: g alone could vanish beside a large x.
+            # No product is below the normal range, where numbers have lost digits.
+            weights = without_subnormal(functools.reduce(jnp.multiply, powers, factors[:, None]))
             for (index, _), (x, g) in zip(members, products, strict=False):
                 use = form.uses[index]
                 sums.append(use.to_parameter(weighted(use, x, g, weights, contributes)))
@@ -139,16 +141,6 @@ def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
 
     known_of_slices = jnp.moveaxis(over_slices(known), 0, 1)
     return LeafGradient(known=of_slices(known_of_slices), weighted=weighted)
-
-
-def _times(
-    factors: Float[Array, " batch"], powers: Sequence[Float[Array, "batch #group"]]
-) -> Float[Array, "batch #group"]:
-    """Powers of two are multiplied into the factor: g alone could vanish beside a large x.
-
-    A product that is no normal number becomes zero, because subnormal numbers have lost digits.
-    """
-    return without_subnormal(functools.reduce(jnp.multiply, powers, factors[:, None]))
 
 
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
@@ -242,11 +234,24 @@ class Seen(NamedTuple):
         fewer = features_in * features_out < steps * (features_in + features_out + 2 * steps)
         return LeafForm(inner.shape, (inner,), self.dtype, fewer and inner.kind is not lookup)
 
-    def taps(self) -> "Taps":
+    def tap(self) -> "Taps":
         """Zeros of the shapes of what is asked for."""
         part = self.form.shape if self.scattering is None else self.scattering.part
         shapes = (2,), part
         return Taps(*(jnp.zeros((*self.use.slices, *shape), self.dtype) for shape in shapes))
+
+    def evaluated(
+        self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: "Taps"
+    ) -> tuple[Array, Float[Array, "2"]]:
+        """The result of a use, and a zero whose cotangent holds the example's factor and limit.
+
+        The limit is the bound that the clip factor was found from. On the way back, the cotangent
+        of the result becomes those of the tap.
+        """
+        (result,) = evaluated_whole(equation, inputs)
+        found: tuple[Array, Array] = _answering(self, result, tap, self.use.kept(inputs))
+        result, asked = found
+        return self.use.received(result), asked
 
     def of_leaf(self, total: Float[Array, "..."]) -> Array:
         """The leaf's sum."""
@@ -265,20 +270,6 @@ class Taps(NamedTuple):
 
     known: Float[Array, "*slices 2"]
     total: Float[Array, "..."]
-
-
-def answering(
-    seen: Seen, equation: jex_core.JaxprEqn, inputs: list[Any], taps: Taps
-) -> tuple[Array, Float[Array, "2"]]:
-    """The result of a use, and a zero whose cotangent holds the example's clip factor and limit.
-
-    The limit is the bound that the factor was found from. On the way back, the cotangent of the
-    result becomes those of the taps.
-    """
-    (result,) = evaluated_whole(equation, inputs)
-    found: tuple[Array, Array] = _answering(seen, result, taps, seen.use.kept(inputs))
-    result, asked = found
-    return seen.use.received(result), asked
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -18,7 +18,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Inexact
 
-from .blocks import in_blocks
+from .blocks import Operands, in_blocks
 from .norms import PRECISION, norm_error, norms, norms_of_parts
 
 Known: TypeAlias = tuple[Float[Array, " batch"], Float[Array, " batch"]]
@@ -123,7 +123,6 @@ def few(size: int) -> int:
     return 64 if size >= 2**15 else 8
 
 
-Operands = TypeVar("Operands")
 Result = TypeVar("Result")
 
 

@@ -16,7 +16,7 @@ scan, are kept.
 """
 
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,12 @@ from ..isolation import of_one
 from ..precision import stage
 from ..sharding import whole
 from . import contraction
-from .clip import ClippedSum, TracedLoss, clip_and_sum
-from .convolution import Kernel, convolved
-from .factored import LeafForm, Seen, answering, leaf_gradient, of_slices
+from .clip import PerExample, TracedLoss, clip_and_sum
+from .convolution import Kernel
+from .factored import LeafForm, Seen, leaf_gradient, of_slices
 from .leaves import LeafGradient, computed_once, no_gradient
-from .taps import evaluate, tapped
-from .uses import Address, ParamUse, Uses, scattering_of
-
-AtUse: TypeAlias = ParamUse | Seen | Kernel
+from .taps import evaluate
+from .uses import Address, AtUse, ParamUse, Uses, scattering_of
 
 
 def clipped_sum(
@@ -42,13 +40,13 @@ def clipped_sum(
     method: str,
     examples: list[Array],
     is_padding_example: Bool[Array, " batch"],
-) -> ClippedSum:
+) -> tuple[list[Array], PerExample]:
     """Clips and sums the gradients of a microbatch.
 
     Guarantee: what one example adds is bounded as `clip_and_sum` says, and depends on no other
     example. The measured arrays are those that are added: formed gradients and kept cotangents are
     computed once; the second pass of ghost measures again what it computes again
-    (`factored.answering`).
+    (`factored.Seen`).
     """
     uses, batch = traced.uses, len(is_padding_example)
     seen = _seen(traced, uses) if method == "ghost" else dict[Address, Seen]()
@@ -64,18 +62,15 @@ def clipped_sum(
 
         def finish(values: tuple[_Backward, Any, Array]) -> tuple[Array, list[Array]]:
             found, scales, is_padding = values
-            residuals, cotangents = _moved(uses, found.residuals, found.cotangents, is_back=True)
+            found = _moved(uses, found, is_back=True)
             with stage("norm"):
-                leaves = [
-                    _leaf_gradient(traced, leaf, seen, residuals, cotangents, found.grads)
-                    for leaf in range(len(traced.params))
-                ]
+                leaves = range(len(traced.params))
+                leaves = [_leaf_gradient(traced, leaf, seen, found) for leaf in leaves]
             here = traced._replace(clipping=traced.clipping.with_arrays(clip_norms))
             sums, clipped = clip_and_sum(here, leaves, found.loss, scales, is_padding)
             return jnp.stack([*clipped.norms, *clipped.factors], axis=-1), sums
 
-        residuals, cotangents = _moved(uses, found.residuals, found.cotangents)
-        found = found._replace(residuals=residuals, cotangents=cotangents)
+        found = _moved(uses, found)
         return computed_once(finish, (found, *others), found.loss)
 
     def one(example: list[Array], scale: Any, is_padding: Array) -> tuple[Any, Any]:
@@ -96,13 +91,15 @@ def clipped_sum(
     (loss, aux, norms), (sums, totals) = found
     for at, total in totals.items():
         sums[leaf_of[at]] = seen[at].of_leaf(total)
-    return ClippedSum(traced.scattered(sums), loss, norms, aux)
+    grad_norm = traced.clipping.structure.unflatten(norms)
+    per_example = PerExample(loss, grad_norm, traced.program.aux.unflatten(aux))
+    return traced.scattered(sums), per_example
 
 
 def _seen(traced: TracedLoss, uses: Uses) -> dict[Address, Seen]:
     """The uses whose leaves are measured where they are used."""
     return {
-        at: Seen(use, traced.accumulate_dtype, scattering_of(use, traced.cut(leaf)))
+        at: Seen(use, traced.accumulate_dtype, scattering_of(use, traced.cuts[leaf]))
         for leaf, its in enumerate(uses.of)
         for at, use in its.items()
         if len(its) == 1 and use.is_seen
@@ -138,12 +135,12 @@ def _backward(
         own = [formed.get(leaf, x) for leaf, x in enumerate(traced.params)]
         inputs = [*own, *traced.frozen, *example]
         with stage("loss"):
-            loss, aux, kept = evaluate(traced.program, known, inputs, taps, _at_use)
+            loss, aux, kept = evaluate(traced.program, known, inputs, taps)
         asked = {at: its for at, its in kept.items() if isinstance(known[at], Seen)}
         residuals = {at: its for at, its in kept.items() if at not in asked}
         return (loss, asked), (aux, residuals)
 
-    taps = {at: _no_tap(its) for at, its in known.items()}
+    taps = {at: its.tap() for at, its in known.items()}
     (loss, asked), pullback, (aux, residuals) = jax.vjp(run, taps, params, has_aux=True)
     cotangents, grads = pullback((_start(loss, scale), jax.tree.map(jnp.zeros_like, asked)))
     cotangents |= {at: cotangents[at].known for at in asked}
@@ -168,66 +165,40 @@ def _second_pass(
     return {at: taps[at].total for at in asked}
 
 
-def _at_use(known: AtUse, *rest: Any) -> tuple[Array, Any]:
-    match known:
-        case Seen():
-            return answering(known, *rest)
-        case Kernel():
-            return convolved(known, *rest)
-        case _:
-            return tapped(known, *rest)
-
-
-def _no_tap(known: AtUse) -> Any:
-    match known:
-        case Seen():
-            return known.taps()
-        case Kernel():
-            return ()
-        case _:
-            return jnp.zeros_like(known.result)
-
-
 def _start(loss: Float[Array, ""], scale: Float[Array, ""] | None) -> Array:
     """The cotangent that a backward pass starts from."""
     return jnp.ones_like(loss) if scale is None else scale.astype(loss.dtype)
 
 
 def _leaf_gradient(
-    traced: TracedLoss,
-    leaf: int,
-    seen: dict[Address, Seen],
-    residuals: dict[Address, Any],
-    cotangents: dict[Address, Any],
-    grads: dict[int, Array],
+    traced: TracedLoss, leaf: int, seen: dict[Address, Seen], found: _Backward
 ) -> LeafGradient:
     """The gradient of a leaf, formed or factored."""
     shape, dtype, uses = traced.params[leaf].shape, traced.accumulate_dtype, traced.uses.of[leaf]
-    if leaf in grads:
-        return LeafGradient(grads[leaf].astype(dtype))
+    if leaf in found.grads:
+        return LeafGradient(found.grads[leaf].astype(dtype))
     if not uses:
         return no_gradient(shape, dtype)
     if len(uses) == 1 and (at := next(iter(uses))) in seen:
         later = no_gradient((), dtype)  # the second pass has the sum
-        return later._replace(known=of_slices(cotangents[at]))
+        return later._replace(known=of_slices(found.cotangents[at]))
     scattering = None
     if len(uses) == 1:
         (use,) = uses.values()
-        scattering = scattering_of(use, traced.cut(leaf)) if use.slices and use.is_seen else None
+        scattering = scattering_of(use, traced.cuts[leaf]) if use.slices and use.is_seen else None
     form = LeafForm(shape, tuple(uses.values()), dtype)
-    return leaf_gradient(form, [(residuals[at], cotangents[at]) for at in uses], scattering)
+    pairs = [(found.residuals[at], found.cotangents[at]) for at in uses]
+    return leaf_gradient(form, pairs, scattering)
 
 
-def _moved(
-    uses: Uses, residuals: dict[Address, Any], cotangents: dict[Address, Any], is_back: bool = False
-) -> tuple[dict[Address, Any], dict[Address, Any]]:
+def _moved(uses: Uses, found: _Backward, is_back: bool = False) -> _Backward:
     """Residuals and cotangents with their axes in the needed order, or back in their own.
 
     Cotangents have their axes in the order of `_columns_last`. Results of a scan over slices of a
     parameter have the slices before the examples, as the scan returns them and as products of
     single slices take them.
     """
-    residuals, cotangents = dict(residuals), dict(cotangents)
+    residuals, cotangents = dict(found.residuals), dict(found.cotangents)
     for at, use in uses.at.items():
         if at not in residuals:  # seen
             continue
@@ -238,7 +209,7 @@ def _moved(
         cotangents[at] = jnp.transpose(cotangents[at], to)
         ends = (scans, 0) if is_back else (0, scans)
         residuals[at] = jax.tree.map(lambda x, ends=ends: jnp.moveaxis(x, *ends), residuals[at])
-    return residuals, cotangents
+    return found._replace(residuals=residuals, cotangents=cotangents)
 
 
 def _columns_last(use: ParamUse) -> tuple[int, ...]:

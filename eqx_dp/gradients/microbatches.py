@@ -104,10 +104,8 @@ def _of_no_examples(
     """Zero sums, and per-example values of length zero, of the shapes that one example gives."""
     one = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in examples]
     sums, per_example = jax.eval_shape(step, one, jax.ShapeDtypeStruct((1,), bool))
-    return (
-        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
-        jax.tree.map(lambda x: jnp.zeros_like(x)[:0], per_example),
-    )
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+    return sums, jax.tree.map(lambda x: jnp.zeros_like(x)[:0], per_example)
 
 
 def _zero_unless(there_are: Bool[Array, ""], x: Array) -> Array:

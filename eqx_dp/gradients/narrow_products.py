@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
@@ -30,11 +30,11 @@ from ..programs import (
     with_programs,
 )
 from ..programs.rewriting import rewritten
+from .norms import exponent_of, halves, power
 
 # The largest entry of a scaled operand is below twice this power of two. The product of two such
 # operands keeps its sum over 2^90 entries below the end of float32.
 _MOST = 14
-_BIAS, _DIGITS = 127, 23  # of float32
 _FLOAT8 = frozenset(map(jnp.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2)))
 
 
@@ -73,24 +73,19 @@ def scaled(x: Float[Array, "..."], dtype: np.dtype[Any], matmul: Matmul) -> Scal
         matmul: says whether there is a scale.
     """
     with in_narrow_product():
-        return _scaled(x, dtype, matmul)
-
-
-def _scaled(x: Float[Array, "..."], dtype: np.dtype[Any], matmul: Matmul) -> Scaled:
-    wide = x.astype(jnp.float32)
-    is_finite, limit = jnp.isfinite(wide), float(jnp.finfo(dtype).max)
-    exponent = jnp.zeros((), jnp.int32)
-    if matmul.scaling == "per_example":
-        largest = jnp.max(jnp.where(is_finite, jnp.abs(wide), 0), initial=0)
-        # The bits of a positive number begin with its exponent; 0 stands for what is not normal.
-        found = jax.lax.bitcast_convert_type(largest, jnp.int32) >> _DIGITS
-        to = min(_MOST, math.frexp(limit)[1] - 2)
-        exponent = jnp.where(found > 0, jnp.maximum(found - _BIAS - to, 1 - _BIAS), 0)
-        # The compiler would move a known scale into the operand, or multiply it with another.
-        exponent = jax.lax.optimization_barrier(exponent)
-        wide = wide * _power(-exponent)
-    values = jnp.where(is_finite, jnp.clip(wide, -limit, limit), wide).astype(dtype)
-    return Scaled(values, exponent)
+        wide = x.astype(jnp.float32)
+        is_finite, limit = jnp.isfinite(wide), float(jnp.finfo(dtype).max)
+        exponent = jnp.zeros((), jnp.int32)
+        if matmul.scaling == "per_example":
+            largest = jnp.max(jnp.where(is_finite, jnp.abs(wide), 0), initial=0)
+            found, least = exponent_of(largest), jnp.finfo(jnp.float32).minexp
+            to = min(_MOST, math.frexp(limit)[1] - 2)
+            exponent = jnp.where(found >= least, jnp.maximum(found - to, least), 0)
+            # The compiler would move a known scale into the operand, or multiply it with another.
+            exponent = jax.lax.optimization_barrier(exponent)
+            wide = wide * power(-exponent, wide.dtype)
+        values = jnp.where(is_finite, jnp.clip(wide, -limit, limit), wide).astype(dtype)
+        return Scaled(values, exponent)
 
 
 def restored(operand: Scaled, dtype: np.dtype[Any]) -> Float[Array, "..."]:
@@ -190,11 +185,13 @@ class _Product(NamedTuple):
                 sides = (x, other) if operand == 0 else (other, x)
                 return self.primitive.bind(*sides, **self.params)
 
-            there = jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=_placed(aval))
+            placed = aval.sharding if any(aval.sharding.spec) else None  # on Explicit axes
+            there = jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=placed)
             (found,) = jax.linear_transpose(product, there)(cotangent)
             return found
 
-        shapes = [_in_float32(x.values) for x in (other, cotangent)]
+        values = [other.values, cotangent.values]
+        shapes = jax.eval_shape(lambda *its: [x.astype(jnp.float32) for x in its], *values)
         program = jax.make_jaxpr(of_operand)(*shapes)
 
         def of_equation(equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -207,22 +204,12 @@ class _Product(NamedTuple):
                 return bound(equation, params, inputs)
 
         zero = jnp.zeros((), jnp.int32)
-        values = [other.values, cotangent.values]
         (found,) = interpret(program.jaxpr, program.consts, values, of_equation, literal_value)
         return _times(found, other.exponent + cotangent.exponent)
 
 
 def _wide(params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "preferred_element_type": jnp.dtype(jnp.float32), "precision": None}
-
-
-def _in_float32(x: Array) -> Any:
-    return jax.eval_shape(lambda x: x.astype(jnp.float32), x)
-
-
-def _placed(aval: Any) -> Any:
-    """The sharding in a type, on a mesh with Explicit axes."""
-    return aval.sharding if any(aval.sharding.spec) else None
 
 
 def _alike(primitive: jex_core.Primitive, left: Scaled, right: Scaled) -> tuple[Array, Array]:
@@ -235,18 +222,11 @@ def _alike(primitive: jex_core.Primitive, left: Scaled, right: Scaled) -> tuple[
     return left.values.astype(to), right.values.astype(to)
 
 
-def _power(exponent: Int[Array, ""]) -> Float[Array, ""]:
-    """A power of two, for exponents from -126 to 127."""
-    return jax.lax.bitcast_convert_type((exponent + _BIAS) << _DIGITS, jnp.float32)
-
-
 def _times(x: Float[Array, "..."], exponent: Int[Array, ""]) -> Float[Array, "..."]:
     """Multiplies by a power of two, for exponents from -252 to 254: none is beyond float32's."""
-    half = exponent >> 1
-    return x * _power(half) * _power(exponent - half)
+    first, second = halves(exponent, x.dtype)
+    return x * first * second
 
-
-Address: TypeAlias = tuple[int, ...]
 
 _FLOATS = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
@@ -262,51 +242,36 @@ class Narrow(NamedTuple):
     matmul: Matmul
     rules: tuple[tuple[str, bool], ...]
 
-    def is_wide(self, scope: str, around: bool) -> bool:
+    def is_wide(self, equation: jex_core.JaxprEqn, around: bool) -> bool:
         """Whether products under a name stack are wide: the innermost rule says so."""
-        known = dict(self.rules)
+        known, scope = dict(self.rules), str(equation.source_info.name_stack)
         return next((known[m] for m in reversed(rules_at(scope)) if m in known), around)
 
-    def program(self, program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
-        """The program with narrow products; each replaces one equation.
+    def program(self, program: Any, around: bool = False) -> Any:
+        """An open or closed program with narrow products; each replaces one equation.
 
         Products inside functions with custom derivative rules do not change, nor do those in a
         `shard_map`.
-        """
-        return self._program(program, False)
 
-    def _program(self, program: Any, around: bool) -> Any:
-        """The same of an open or closed program, in wide or narrow surroundings."""
+        Args:
+            program: the program.
+            around: whether the products around it are wide.
+        """
 
         def of_equation(equation: jex_core.JaxprEqn) -> Sequence[jex_core.JaxprEqn] | None:
-            is_wide = self.is_wide(str(equation.source_info.name_stack), around)
+            is_wide = self.is_wide(equation, around)
             match inside(equation):
-                case None if not is_wide and _is_product(equation):
+                case None if not is_wide and is_product(equation):
                     return inlined(scaled_product(equation, self.matmul), equation)
                 case Call("jit" | "remat") | Scan() | Cond() | While():
                     if is_wide == around:
                         return None
-                    its = with_programs(equation, lambda its: self._program(its, is_wide))
+                    its = with_programs(equation, lambda its: self.program(its, is_wide))
                     return [equation.replace(params=its)]
                 case _:
                     return [equation]
 
         return rewritten(program, of_equation)
-
-    def addresses(self, program: jex_core.ClosedJaxpr) -> Iterator[Address]:
-        """The addresses of narrow products, except those in branches and while loops."""
-        return self._addresses(program.jaxpr, False)
-
-    def _addresses(self, jaxpr: jex_core.Jaxpr, around: bool) -> Iterator[Address]:
-        for index, equation in enumerate(jaxpr.eqns):
-            is_wide = self.is_wide(str(equation.source_info.name_stack), around)
-            match inside(equation):
-                case Call("jit" | "remat", body) | Scan(body=body):
-                    for address in self._addresses(body.jaxpr, is_wide):
-                        yield index, *address
-                case _:
-                    if not is_wide and _is_product(equation):
-                        yield (index,)
 
 
 def narrow_products(policy: Policy | None) -> Narrow | None:
@@ -316,7 +281,7 @@ def narrow_products(policy: Policy | None) -> Narrow | None:
     return Narrow(policy.matmul, tuple((r.match, r.is_wide) for r in policy.modules))
 
 
-def _is_product(equation: jex_core.JaxprEqn) -> bool:
+def is_product(equation: jex_core.JaxprEqn) -> bool:
     """Whether an equation multiplies matrices of real numbers: inner products of vectors do not."""
     if equation.primitive not in (dot_general_p, conv_general_dilated_p):
         return False

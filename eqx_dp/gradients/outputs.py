@@ -51,15 +51,13 @@ def check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[A
     Raises:
         ValueError: it is no pair where it should be one, or its loss is no real scalar.
     """
-    if has_aux:
-        if not (isinstance(output, tuple) and len(output) == 2):
-            raise ValueError(
-                "With has_aux=True the loss must return a pair (loss, aux); it returned "
-                f"{shown(output)}."
-            )
-        loss, aux = output
-    else:
-        loss, aux = output, None
+    if has_aux and not (isinstance(output, tuple) and len(output) == 2):
+        raise ValueError(
+            "With has_aux=True the loss must return a pair (loss, aux); it returned "
+            f"{shown(output)}."
+        )
+    pair: tuple[Any, Any] = output if has_aux else (output, None)
+    loss, aux = pair
     if eqx.is_array_like(loss) and jnp.shape(loss) == ():
         loss = jnp.asarray(loss)
         if not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -69,9 +67,9 @@ def check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[A
         return loss, aux
     if not eqx.is_array_like(loss):
         found = "None" if loss is None else f"a {type(loss).__name__}"
-        pair = "; pass has_aux=True if it returns (loss, aux)" if isinstance(loss, tuple) else ""
+        advice = "; pass has_aux=True if it returns (loss, aux)" if isinstance(loss, tuple) else ""
         raise ValueError(
-            f"The loss must return a scalar array; it returned {found}{pair}. {_NO_GRADIENT}"
+            f"The loss must return a scalar array; it returned {found}{advice}. {_NO_GRADIENT}"
         )
     raise NoScalar(
         f"The loss of one example must be a scalar; its shape is {jnp.shape(loss)}. Reduce it with "

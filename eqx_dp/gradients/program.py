@@ -235,7 +235,7 @@ def refuse_batch_norm(model: PyTree[Any]) -> None:
 _FOUND_AGAIN = REARRANGED | CHEAP
 
 
-def activation_bytes(jaxpr: jex_core.Jaxpr, of_example: Sequence[bool]) -> int:
+def activation_bytes(jaxpr: jex_core.Jaxpr, of_example: Sequence[bool]) -> tuple[int, list[bool]]:
     """A crude estimate: all float results that depend on the example, except cheap arithmetic.
 
     Results in a scan count for each iteration, those in a checkpoint not at all.
@@ -243,12 +243,10 @@ def activation_bytes(jaxpr: jex_core.Jaxpr, of_example: Sequence[bool]) -> int:
     Args:
         jaxpr: the loss of one example.
         of_example: of each of its inputs whether it is the example's.
+
+    Returns:
+        The bytes, and of each result whether it depends on the example.
     """
-    return _held(jaxpr, of_example)[0]
-
-
-def _held(jaxpr: jex_core.Jaxpr, of_example: Sequence[bool]) -> tuple[int, list[bool]]:
-    """The bytes, and which results depend on the example."""
     held = [0]
 
     def of_equation(equation: jex_core.JaxprEqn, inputs: list[bool]) -> list[bool]:
@@ -256,11 +254,11 @@ def _held(jaxpr: jex_core.Jaxpr, of_example: Sequence[bool]) -> tuple[int, list[
             return [False] * len(equation.outvars)
         match inside(equation):
             case Call(wrapper, body) if len(body.jaxpr.invars) == len(inputs):
-                size, results = _held(body.jaxpr, inputs)
+                size, results = activation_bytes(body.jaxpr, inputs)
                 held[0] += size if wrapper != "remat" else _size(equation.invars)
                 return results
             case Scan() as scan:
-                held[0] += scan.length * _held(scan.body.jaxpr, [True] * len(inputs))[0]
+                held[0] += scan.length * activation_bytes(scan.body.jaxpr, [True] * len(inputs))[0]
             case _ if equation.primitive.name not in _FOUND_AGAIN:
                 held[0] += _size(equation.outvars)
             case _:

@@ -8,8 +8,8 @@ shapes; `evaluate` inserts the taps.
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
@@ -20,8 +20,9 @@ from ..programs import Call, Scan, inside, interpret, literal_value, remateriali
 from ..programs import at as named
 from ..sharding import Shard, evaluated_whole, rearranged, whole
 from . import contraction, convolution, lookup
+from .narrow_products import Narrow, is_product
 from .program import Program
-from .uses import Address, Kind, Operation, ParamUse, Uses, operation_of, shape_of
+from .uses import Address, AtUse, Kind, Operation, ParamUse, Uses, operation_of, shape_of
 from .views import Steps, is_regular, steps_of
 
 KINDS: tuple[Kind, ...] = (contraction, convolution, lookup)
@@ -51,19 +52,11 @@ def find_uses(program: Program, num_params: int) -> Uses:
     """
     variables = program.jaxpr.jaxpr.invars
     shapes = [shape_of(variable) for variable in variables[:num_params]]
-    search = _Search(shapes, tuple({} for _ in shapes), {})
+    search = _Search(shapes, tuple({} for _ in shapes), {}, program.narrow)
     inputs = [*map(_View, range(num_params)), *[None] * (len(variables) - num_params)]
-    loss, *_ = search.program(program.jaxpr, inputs, (), ())
+    loss, *_ = search.program(program.jaxpr, inputs)
     search.give_up([loss], "it is a result of the loss itself")
-    if program.narrow is not None:
-        narrow, matmul = frozenset(program.narrow.addresses(program.jaxpr)), program.narrow.matmul
-        for its in search.of:
-            its.update({at: use.narrowed(matmul) for at, use in its.items() if at in narrow})
     return Uses(search.of, search.formed, {})
-
-
-_Scans: TypeAlias = tuple[tuple[Address, int], ...]
-"""The scans around an equation, outermost first: their addresses and lengths."""
 
 
 class _Search(NamedTuple):
@@ -72,20 +65,24 @@ class _Search(NamedTuple):
     Attributes:
         shapes: of the trainable leaves.
         of, formed: the results, as in `Uses`.
+        narrow: which products are in a narrow dtype; None if none is.
+        address: of the program, or of the equation.
+        scans: those around it, outermost first: their addresses and lengths.
+        is_wide: whether the products around it stay wide, by the modules' rules.
         is_held: whether what uses meet is held for the backward pass: they are in no checkpoint.
     """
 
     shapes: list[tuple[int, ...]]
     of: tuple[dict[Address, ParamUse], ...]
     formed: dict[int, str]
+    narrow: Narrow | None
+    address: Address = ()
+    scans: tuple[tuple[Address, int], ...] = ()
+    is_wide: bool = False
     is_held: bool = True
 
     def program(
-        self,
-        program: jex_core.ClosedJaxpr,
-        inputs: Sequence[_View | None],
-        address: Address,
-        scans: _Scans,
+        self, program: jex_core.ClosedJaxpr, inputs: Sequence[_View | None]
     ) -> list[_View | None]:
         """The views that a program returns, from those that it gets."""
         indices = itertools.count()
@@ -93,20 +90,18 @@ class _Search(NamedTuple):
         def of_equation(
             equation: jex_core.JaxprEqn, inputs: list[_View | None]
         ) -> Sequence[_View | None]:
-            index = next(indices)
+            here = self._replace(address=(*self.address, next(indices)))
             if not any(inputs) or not _is_differentiated(equation):
                 return [None] * len(equation.outvars)
-            return self.equation(equation, inputs, (*address, index), scans)
+            if self.narrow is not None:
+                here = here._replace(is_wide=self.narrow.is_wide(equation, self.is_wide))
+            return here.equation(equation, inputs)
 
         consts: list[_View | None] = [None] * len(program.jaxpr.constvars)
         return interpret(program.jaxpr, consts, inputs, of_equation, lambda _: None)
 
     def equation(
-        self,
-        equation: jex_core.JaxprEqn,
-        inputs: list[_View | None],
-        address: Address,
-        scans: _Scans,
+        self, equation: jex_core.JaxprEqn, inputs: list[_View | None]
     ) -> Sequence[_View | None]:
         """Follows views through an equation, records a use, or gives the views up."""
         operands = [i for i, view in enumerate(inputs) if view is not None]
@@ -118,23 +113,21 @@ class _Search(NamedTuple):
                 return views
         match inside(equation):
             case Call("jit", body):
-                return self.program(body, inputs, address, scans)
+                return self.program(body, inputs)
             case Call("remat", body):
-                return self._replace(is_held=False).program(body, inputs, address, scans)
+                return self._replace(is_held=False).program(body, inputs)
             case Scan() as scan:
-                return self.scan(scan, inputs, address, scans)
+                return self.scan(scan, inputs)
             case _:
                 pass
         kind = next((kind for kind in KINDS if kind.claims(equation, operands[0])), None)
         if kind is not None and len(operands) == 1 and _is_real(equation):
-            self.use(kind, equation, operands[0], first, address, scans)
+            self.use(kind, equation, operands[0], first)
         else:
             self.give_up(inputs, _reason(equation, inputs))
         return [None] * len(equation.outvars)
 
-    def scan(
-        self, scan: Scan, inputs: list[_View | None], address: Address, scans: _Scans
-    ) -> list[_View | None]:
+    def scan(self, scan: Scan, inputs: list[_View | None]) -> list[_View | None]:
         """Follows views into a scan, which may go over slices of them."""
         body, carried = scan.body.jaxpr, range(scan.num_consts, scan.num_consts + scan.num_carry)
         stays = {i for i in carried if body.invars[i] is body.outvars[i - scan.num_consts]}
@@ -142,9 +135,9 @@ class _Search(NamedTuple):
         reason = "a scan carries it, or returns it"
         self.give_up([inputs[i] for i in carried if i not in stays], reason)
         carry = [inputs[i] if i in stays else None for i in carried]
-        now = [view and view._replace(over=(*view.over, address)) for view in slices]
-        around = (*scans, (address, scan.length))
-        outputs = self.program(scan.body, [*consts, *carry, *now], address, around)
+        now = [view and view._replace(over=(*view.over, self.address)) for view in slices]
+        inner = self._replace(scans=(*self.scans, (self.address, scan.length)))
+        outputs = inner.program(scan.body, [*consts, *carry, *now])
         stay = [i + scan.num_consts in stays for i in range(scan.num_carry)]
         given = [view for i, view in enumerate(outputs) if i >= len(stay) or not stay[i]]
         self.give_up(given, reason)
@@ -156,18 +149,10 @@ class _Search(NamedTuple):
             if view is not None:
                 self.formed.setdefault(view.leaf, reason)
 
-    def use(
-        self,
-        kind: Kind,
-        equation: jex_core.JaxprEqn,
-        operand: int,
-        view: _View,
-        address: Address,
-        scans: _Scans,
-    ) -> None:
+    def use(self, kind: Kind, equation: jex_core.JaxprEqn, operand: int, view: _View) -> None:
         """Notes a use."""
         operation = operation_of(equation)
-        lengths = [length for _, length in scans]
+        lengths = [length for _, length in self.scans]
         result, residuals = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((*lengths, *x.shape), x.dtype),
             (equation.outvars[0].aval, _residuals(kind, operation, operand, _shapes(equation))),
@@ -178,17 +163,19 @@ class _Search(NamedTuple):
             operand,
             self.shapes[view.leaf],
             view.steps,
-            tuple("slices" if scan in view.over else "time" for scan, _ in scans),
+            tuple("slices" if scan in view.over else "time" for scan, _ in self.scans),
             result,
             residuals,
             is_held=self.is_held,
         )
+        if self.narrow is not None and not self.is_wide and is_product(equation):
+            use = use.narrowed(self.narrow.matmul)
         if use.is_empty:
             return
         if use.place is None:
             self.give_up([view], "its entries are in no regular order where it is used")
         else:
-            self.of[view.leaf][address] = use
+            self.of[view.leaf][self.address] = use
 
 
 def _reason(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> str:
@@ -224,39 +211,24 @@ def _residuals(
     return jax.eval_shape(lambda *x: kind.residuals(operation, operand, list(x)), *inputs)
 
 
-AtUse: TypeAlias = Callable[[Any, jex_core.JaxprEqn, list[Any], Any], tuple[Array, Any]]
-"""The function at a use: it takes what is known of the use, its equation, the values of its
-operands and its tap, and returns the result and the residuals."""
-
-
-def tapped(
-    use: ParamUse, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array
-) -> tuple[Array, Any]:
-    """Adds a tap to the result, and keeps the residuals."""
-    (result,) = evaluated_whole(equation, inputs)
-    return use.received(result + tap), use.kept(inputs)
-
-
 def evaluate(
     program: Program,
-    at: Mapping[Address, Hashable],
+    at: Mapping[Address, AtUse],
     inputs: Sequence[Array | Shard],
     taps: dict[Address, Any],
-    at_use: AtUse = tapped,
 ) -> tuple[Array, list[Array], dict[Address, Any]]:
     """Evaluates one example's loss with taps.
 
     Args:
         program: the loss of one example.
-        at: what is known of each use; equal uses are treated equally by `at_use`.
+        at: what is known of each use, and evaluates it.
         inputs: the program's.
         taps: a tree of arrays for each use, the lengths of the scans around it in front.
-        at_use: what happens at a use.
 
     Returns:
         The loss, the leaves of aux, and what each use keeps, the lengths of scans in front.
     """
-    outputs, residuals = _Evaluation(at_use, {}).program(program.run(), at, inputs, taps)
+    outputs, residuals = _Evaluation(at, {}).program(program.run(), inputs, taps)
     loss, *aux = (jnp.asarray(whole(x)) for x in outputs)
     return loss, aux, residuals
 
@@ -265,29 +237,25 @@ class _Evaluation(NamedTuple):
     """One pass over a program, through the programs in which there are uses, on values.
 
     Attributes:
-        at_use: what happens at a use.
+        at: what is known of each use; addresses are relative to the program.
         calls: functions for calls, by the program that they call: equal ones are traced once.
     """
 
-    at_use: AtUse
+    at: Mapping[Address, AtUse]
     calls: dict[Any, Callable[..., Any]]
 
     def program(
-        self,
-        program: jex_core.ClosedJaxpr,
-        at: Mapping[Address, Hashable],
-        inputs: Sequence[Any],
-        taps: dict[Address, Any],
+        self, program: jex_core.ClosedJaxpr, inputs: Sequence[Any], taps: dict[Address, Any]
     ) -> tuple[list[Any], dict[Address, Any]]:
         """Evaluates a program; addresses are relative to it."""
         indices, residuals = itertools.count(), dict[Address, Any]()
-        holders = {address[0] for address in at if len(address) > 1}
+        holders = {address[0] for address in self.at if len(address) > 1}
 
         def of_equation(equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
             index = next(indices)
             here = (index,)
-            if here in at:
-                result, residuals[here] = self.at_use(at[here], equation, inputs, taps[here])
+            if here in self.at:
+                result, residuals[here] = self.at[here].evaluated(equation, inputs, taps[here])
                 return [result]
             if index not in holders:
                 part = rearranged(equation, inputs)
@@ -295,10 +263,9 @@ class _Evaluation(NamedTuple):
                     return [part]
                 if not _takes_parts(equation, inputs):
                     return evaluated_whole(equation, inputs)
+            inner = self._replace(at=_below(self.at, index))
             with named(equation):
-                outputs, found = self.inside(
-                    equation, inputs, _below(at, index), _below(taps, index)
-                )
+                outputs, found = inner.inside(equation, inputs, _below(taps, index))
             residuals.update({(index, *address): its for address, its in found.items()})
             return outputs
 
@@ -306,11 +273,7 @@ class _Evaluation(NamedTuple):
         return outputs, residuals
 
     def inside(
-        self,
-        equation: jex_core.JaxprEqn,
-        inputs: list[Any],
-        at: Mapping[Address, Hashable],
-        taps: dict[Address, Any],
+        self, equation: jex_core.JaxprEqn, inputs: list[Any], taps: dict[Address, Any]
     ) -> tuple[list[Any], dict[Address, Any]]:
         """Evaluates an equation that holds uses, or takes parts of parameters.
 
@@ -321,14 +284,12 @@ class _Evaluation(NamedTuple):
         """
         match inside(equation):
             case Call("jit", body):
-                key = body, *at.items()
+                key = body, *self.at.items()
                 if key not in self.calls:
-                    self.calls[key] = jax.jit(
-                        lambda inputs, taps: self.program(body, at, inputs, taps)
-                    )
+                    self.calls[key] = jax.jit(functools.partial(self.program, body))
                 return self.calls[key](inputs, taps)
             case Call("remat", body):
-                run = functools.partial(self.program, body, at)
+                run = functools.partial(self.program, body)
                 if equation.params["policy"] is None:  # gathered arrays are not saved
                     inputs = [x.within_checkpoint() if isinstance(x, Shard) else x for x in inputs]
                 return rematerialised(equation, run, inputs, taps)
@@ -337,12 +298,11 @@ class _Evaluation(NamedTuple):
                 slices = [x.of_steps() if isinstance(x, Shard) else x for x in slices]
 
                 def step(inputs: list[Any], taps: Any) -> tuple[list[Any], dict[Address, Any]]:
-                    outputs, residuals = self.program(scan.body, at, inputs, taps)
+                    outputs, residuals = self.program(scan.body, inputs, taps)
                     return list(map(whole, outputs)), residuals
 
-                return scanned(
-                    equation, scan, step, [*map(whole, (*consts, *carry)), *slices], taps
-                )
+                inputs = [*map(whole, (*consts, *carry)), *slices]
+                return scanned(equation, scan, step, inputs, taps)
             case other:
                 raise AssertionError(f"There are no uses inside {other}.")
 

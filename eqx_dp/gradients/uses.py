@@ -14,11 +14,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..precision import Matmul
-from ..sharding import Cut, whole
+from ..sharding import Cut, evaluated_whole, whole
 from .narrow_products import Scaled, restored, scaled, with_cast_cotangent
 from .views import Place, Step, Steps, place_of, pulled_back, taken
-
-_FLOAT32 = jnp.dtype(jnp.float32)
 
 
 class Operation(NamedTuple):
@@ -153,7 +151,18 @@ class ParamUse(NamedTuple):
 
     def restored(self, residuals: Any) -> Any:
         """The residuals as the kind takes them: exactly the multiplied values."""
-        return residuals if self.matmul is None else restored(residuals, _FLOAT32)
+        return residuals if self.matmul is None else restored(residuals, jnp.dtype("float32"))
+
+    def tap(self) -> Array:
+        """A zero of the result's shape, the lengths of the enclosing scans in front."""
+        return jnp.zeros_like(self.result)
+
+    def evaluated(
+        self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array
+    ) -> tuple[Array, Any]:
+        """The result with the tap added to it, and the residuals."""
+        (result,) = evaluated_whole(equation, inputs)
+        return self.received(result + tap), self.kept(inputs)
 
     def received(self, result: Array) -> Array:
         """The result; its cotangent is cast as the derivative of a narrow product needs it."""
@@ -222,12 +231,9 @@ class ParamUse(NamedTuple):
         slices = [axis for axis, its in enumerate(self.scans) if its == "slices"]
         times = [axis for axis, its in enumerate(self.scans) if its == "time"]
         group, time, features = (len(self.scans) + i for i in range(3))
-        shape = factor.shape
-        groups, steps = (
-            math.prod(shape[i] for i in axes) for axes in ((*slices, group), (*times, time))
-        )
+        groups = math.prod(self.slices) * factor.shape[group]
         order = (*slices, group, *times, time, features)
-        return jnp.transpose(factor, order).reshape(groups, steps, shape[features])
+        return jnp.transpose(factor, order).reshape(groups, self.steps, factor.shape[features])
 
     def to_parameter(self, gradient: Float[Array, "group in out"]) -> Array:
         """The gradient with respect to the parameter, from that with respect to the matrices."""
@@ -253,6 +259,20 @@ class ParamUse(NamedTuple):
         result, residuals = jax.tree.map(inner, (self.result, self.residuals))
         shape = self.operation.operands[self.operand]
         return self._replace(shape=shape, view=(), scans=(), result=result, residuals=residuals)
+
+
+class AtUse(Protocol):
+    """What is known of a use. Equal ones evaluate an equation equally."""
+
+    def tap(self) -> Any:
+        """A tree of zeros, the lengths of the scans around the use in front."""
+        ...
+
+    def evaluated(
+        self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any
+    ) -> tuple[Array, Any]:
+        """The result of the equation, and what the use keeps."""
+        ...
 
 
 Address: TypeAlias = tuple[int, ...]

@@ -82,9 +82,8 @@ class Place(NamedTuple):
     def spans(self, digits: Digits) -> tuple[int, int]:
         """From where to where some of its entries reach."""
         reach = [(n - 1) * stride for n, stride in digits]
-        return self.offset + sum(x for x in reach if x < 0), self.offset + sum(
-            x for x in reach if x > 0
-        )
+        low, high = sum(min(x, 0) for x in reach), sum(max(x, 0) for x in reach)
+        return self.offset + low, self.offset + high
 
     def is_apart(self, other: "Place") -> bool:
         """Whether two hold no entry in common, as slices along a dimension that is cut do."""
