@@ -82,8 +82,10 @@ class TradeOff:
         most = self.pairs[0][0]
         if most == 0 or np.isinf(most):
             return float(most)
-        # Pairs next to 0 say that delta is large, and not how large it has to be.
-        tight = [pair for pair in self.pairs if pair[0] > most / 100]
+        # Pairs next to 0 say that delta is large, and not how large it has to be. Finite precision
+        # alone makes an epsilon of 5e-5.
+        least = max(most / 100, 1e-3)
+        tight = [self.pairs[0], *(pair for pair in self.pairs[1:] if pair[0] > least)]
         return 1 / min(dp_accounting.get_sigma_gaussian(*pair) for pair in tight)
 
     @property

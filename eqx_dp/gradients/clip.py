@@ -14,6 +14,7 @@ from ..precision import stage
 from ..sharding import Cut, Shard
 from ..shown import shapes
 from ..trees import PyTree
+from .blocks import in_blocks
 from .clipping import AutoS, Clipping, Quantile
 from .leaves import Known, LeafGradient, norm_and_bound
 from .norms import product_roundoff, unit_roundoff
@@ -283,5 +284,5 @@ def clip_and_sum(
     factors = [clipped.factors[group] for group in groups]
     with stage("sum"):
         totals = [leaf.sum(of, of > 0) for leaf, of in zip(leaves, factors, strict=True)]
-        totals += [jnp.sum(each, dtype=dtype) for each in clipped.counts]
+        totals += [in_blocks(jnp.sum, each, dtype) for each in clipped.counts]
     return totals, clipped

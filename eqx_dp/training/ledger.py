@@ -131,7 +131,7 @@ def statement(
     ]
     more: dict[str, float] = {}
     # Samples would take minutes; beyond the plan's steps epsilon alone is stated.
-    if plan.accounting_confidence == 1 and math.isfinite(epsilon) and steps <= plan.steps:
+    if plan.accounting_confidence == 1 and math.isfinite(figure) and steps <= plan.steps:
         attack = plan.trade_off(steps)
         more = {"advantage": attack.advantage, "mu": attack.mu, "mu_distance": attack.distance}
     return {
