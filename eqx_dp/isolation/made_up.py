@@ -30,14 +30,12 @@ def warn_if_zero(gradient: jex_core.ClosedJaxpr) -> None:
     made_up = [jax.random.key(0) if is_key(x) else _numbers(x) for x in avals]
     if not any(map(jnp.any, jax.jit(jex_core.jaxpr_as_fun(gradient))(*made_up))):
         warnings.warn(
-            "The gradient of this loss is zero on a batch of one made-up row. If it is zero on each "
-            "row, only noise would train. With keep_batch_dim=True each example is a batch, so a "
-            "loss that compares rows is constant. Without it, a group of rows can be one example.",
+            "The gradient of this loss is zero on a made-up row: for keep_batch_dim, no loss may "
+            "compare rows. Is it zero on every row? Then make a group of rows one example.",
             stacklevel=3,
         )
 
 
 def _numbers(x: Any) -> Any:
-    count = jnp.arange(1.0, x.size + 1)  # whole numbers vary, too: 0 may mean padding
-    values = jnp.sin(count) if jnp.issubdtype(x.dtype, jnp.inexact) else count % 3
-    return values.reshape(x.shape).astype(x.dtype)
+    count = jnp.arange(1.0, x.size + 1).reshape(x.shape)  # whole numbers vary: 0 may mean padding
+    return (jnp.sin(count) if jnp.issubdtype(x.dtype, jnp.inexact) else count % 3).astype(x.dtype)
