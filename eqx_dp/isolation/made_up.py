@@ -30,8 +30,8 @@ def warn_if_zero(gradient: jex_core.ClosedJaxpr) -> None:
     made_up = [jax.random.key(0) if is_key(x) else _numbers(x) for x in avals]
     if not any(map(jnp.any, jax.jit(jex_core.jaxpr_as_fun(gradient))(*made_up))):
         warnings.warn(
-            "The gradient of this loss is zero on a made-up row. A loss that compares rows trains on "
-            "noise alone with keep_batch_dim: make a group of rows one example instead.",
+            "The gradient of this loss is zero on a made-up row. A loss that compares rows trains "
+            "on noise alone with keep_batch_dim: make a group of rows one example instead.",
             stacklevel=3,
         )
 
