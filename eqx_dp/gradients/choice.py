@@ -12,7 +12,7 @@ whose gradient takes no more memory than the vectors that the backward pass hold
 takes book-keeping, or ghost if one example would need too much memory. Where no microbatch size is
 given, any method takes the one of least expected work of those that fit in memory,
 
-    work = examples x (3 F + N + move x M) + microbatches x (move x (6 D + 4 S) + kernels x start).
+    work = examples x (3 F + N + move x M) + microbatches x (move x (6 D + 12 S) + kernels x start).
 
 F are the operations of the loss's contractions (4 F for ghost, with two passes back), N those of
 the norms, M the numbers that are moved for norms and sums (`LeafCost`), D the trained entries that
@@ -24,7 +24,7 @@ totals. S are the numbers that a microbatch holds beyond a core's share of the c
 | `move`: one number | 16 | 64: 16 operations a byte |
 | `start`: one kernel | 1e5 | 1e8: 2 us at 50e12 operations a second |
 | one example at once | 1.25 times the operations | no more |
-| cache | 16 MiB | none |
+| cache | 12 MiB | none |
 | memory for a microbatch | 256 MiB, or two examples | 0.4 of the device's |
 
 The figures of the CPU are measured on two cores with 1 MiB of second-level cache each, for MLPs of
@@ -177,7 +177,7 @@ def _bytes(shapes: object) -> int:
 
 # What a microbatch holds on a CPU beyond so many bytes is written to memory and read again: so many
 # numbers moved for each.
-_CACHED, _MOVED_BY_SPILLING = 16 * 2**20, 4
+_CACHED, _MOVED_BY_SPILLING = 12 * 2**20, 12
 # More memory, or more than two examples need, costs the system as much time as the work: 64 formed
 # gradients of 32 MiB took twice as long at once as 8 at a time.
 _MOST_ON_CPU = 256 * 2**20
