@@ -23,7 +23,7 @@ GROUPS = {
     ),
     "Plan, sample, noise": (
         *("PrivacyPlan", "PoissonSampler", "Banded", "Users", "NeighboringRelation", "compose"),
-        *("gaussian_privatizer", "add_noise"),
+        *("gaussian_privatizer", "noise_stream", "add_noise"),
     ),
     "Devices": ("ShardingRules",),
     "Training": (

@@ -11,7 +11,7 @@ Clipped gradients: one example moves a sum by so much and no more
     PerExample, clipping, explain
 Plan, sample, noise: what makes the sum private, and what that costs
     PrivacyPlan, sampling, PoissonSampler, Banded, Users, NeighboringRelation, compose,
-    gaussian_privatizer, add_noise, optimizers
+    gaussian_privatizer, noise_stream, add_noise, optimizers
 Devices
     ShardingRules
 Training: a run that can be killed, and the model that leaves it
@@ -55,6 +55,7 @@ from .privacy import Users as Users
 from .privacy import add_noise as add_noise
 from .privacy import compose as compose
 from .privacy import gaussian_privatizer as gaussian_privatizer
+from .privacy import noise_stream as noise_stream
 from .privacy import sampling_kinds as _sampling_kinds
 from .sharding import ShardingRules as ShardingRules
 from .training import CheckpointError as CheckpointError

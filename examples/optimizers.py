@@ -83,7 +83,7 @@ def train(
     rate: Float[Array, ""],
     data: tuple[Array, Array],
     is_absent: Bool[Array, "steps examples"],
-    key: Array,
+    noise: Any,
 ) -> Float[Array, ""]:
     """The mean loss of all examples after the last step."""
     is_scaled = contender.clip_norm > 1
@@ -96,20 +96,19 @@ def train(
     stddev = plan.noise_multiplier * grad_fn.sensitivity(plan.neighboring_relation)
     optimizer = contender.make(rate, stddev)
 
-    def step(now: tuple[Any, Any], its: tuple[Array, Array]) -> tuple[tuple[Any, Any], None]:
-        (model, state), (is_padding_example, key) = now, its
+    def step(now: tuple[Any, Any, Any], is_padding_example: Array) -> tuple[Any, None]:
+        model, state, noise = now
         grads = grad_fn(model, *data, is_padding_example=is_padding_example)
-        grads = dp.add_noise(grads, key, stddev)
+        grads, noise = dp.add_noise(grads, noise, stddev)
         updates, state = optimizer.update(grads, state, grad_fn.trainable(model))
         model = eqx.apply_updates(model, updates)
-        return (optimizers.rescaled(model, state) if is_scaled else model, state), None
+        return (optimizers.rescaled(model, state) if is_scaled else model, state, noise), None
 
     w = jnp.zeros(FEATURES)
     model: Any = optimizers.Scaled(w) if is_scaled else w
     state = optimizer.init(grad_fn.trainable(model))
     model = optimizers.rescaled(model, state) if is_scaled else model
-    keys = jax.random.split(key, plan.steps)
-    (model, state), _ = jax.lax.scan(step, (model, state), (is_absent, keys))
+    (model, state, _), _ = jax.lax.scan(step, (model, state, noise), is_absent)
     if isinstance(state, optimizers.DiskState):
         model = optimizers.disk_iterate(model, state)
     return jax.vmap(loss, (None, 0, 0))(model.model if is_scaled else model, *data).mean()
@@ -119,10 +118,11 @@ def compare(plan: dp.PrivacyPlan, seeds: int) -> dict[str, tuple[float, float]]:
     """By optimizer the loss at its best rate, the mean over seeds, and that rate."""
     its = [(make_data(seed), absences(plan, seed)) for seed in range(seeds)]
     data, is_absent = jax.tree.map(lambda *of_seeds: jnp.stack(of_seeds), *its)
-    keys, found = jax.random.split(jax.random.key(2**40), seeds), dict[str, tuple[float, float]]()
+    streams = [dp.noise_stream(2**41 + seed) for seed in range(seeds)]
+    noise, found = jax.tree.map(lambda *of: jnp.stack(of), *streams), dict[str, Any]()
     for name, contender in CONTENDERS.items():
         run = jax.jit(jax.vmap(partial(train, contender, plan), (None, 0, 0, 0)))
-        losses = [float(run(rate, data, is_absent, keys).mean()) for rate in contender.rates]
+        losses = [float(run(rate, data, is_absent, noise).mean()) for rate in contender.rates]
         found[name] = min(zip(losses, contender.rates, strict=True))
     return found
 

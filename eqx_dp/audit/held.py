@@ -53,11 +53,13 @@ def run_held(fn: Callable[..., Any], args: Any, kwargs: Any, held: list[Array] |
 
     def of_equation(equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
         if _adds_noise(equation):
-            count, end = len(equation.outvars), len(sums) + len(equation.outvars)
-            zeros = [jnp.zeros_like(leaf) for leaf in inputs[:count]]
-            sums.extend(inputs[:count])
-            noise.extend(evaluated(equation, [*zeros, *inputs[count:]]))
-            return evaluated(equation, inputs) if held is None else held[end - count : end]
+            count = mark_on(equation).num_leaves
+            leaves, stream, end = inputs[:count], inputs[count:], len(sums) + count
+            zeros = [jnp.zeros_like(leaf) for leaf in leaves]
+            sums.extend(leaves)
+            noise.extend(evaluated(equation, [*zeros, *stream])[:count])
+            found = evaluated(equation, inputs)
+            return found if held is None else [*held[end - count : end], *found[count:]]
         if any(_adds_noise(one) for body in programs_of(equation) for one in equations(body)):
             called = inside(equation)
             if isinstance(called, Call):

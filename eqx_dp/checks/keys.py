@@ -122,13 +122,11 @@ class Use(NamedTuple):
             or one for all), `"returned"` or `"door"`.
         key: the key.
         context: where.
-        leaves: for noise with a step in its key, the words of its leaves' paths.
     """
 
     what: str
     key: Key
     context: Context
-    leaves: frozenset[Hashable] = frozenset()
 
 
 class Calls(NamedTuple):
@@ -150,7 +148,8 @@ class Calls(NamedTuple):
 def numbers_part(a: Number, b: Number, calls: Calls) -> bool:
     """Whether two numbers are certainly different, in all turns and calls.
 
-    A number that a counter reaches in one call may appear in another call as well.
+    A number that a counter reaches in one call may appear in another call as well, unless the
+    counter steps over both.
     """
     one, other = a.span, b.span
     if a.root != b.root or one is None or other is None:
@@ -158,8 +157,9 @@ def numbers_part(a: Number, b: Number, calls: Calls) -> bool:
     (low, high), (least, most) = one, other
     if max(high, most) - min(low, least) >= 2**32:
         return False
-    is_fixed = a.root is None or calls.steps.get(a.root) == 0
-    return is_fixed and (high < least or most < low)
+    step = 0 if a.root is None else calls.steps.get(a.root)
+    is_new = step is not None and (not step or max(high, most) - min(low, least) < abs(step))
+    return is_new and (high < least or most < low)
 
 
 def parted(a: Key, b: Key, calls: Calls) -> bool:

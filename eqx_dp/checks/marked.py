@@ -68,11 +68,11 @@ class Record:
         if context.is_final:
             self.found[Finding(rule, found, context.line, advice, is_decided)] = None
 
-    def use(self, context: Context, what: str, key: Key, at: Hashable = 0, *leaves: Any) -> Path:
+    def use(self, context: Context, what: str, key: Key, at: Hashable = 0) -> Path:
         """Notes what a key is used for."""
         path = (*context.path, at)
         if context.is_final:
-            self.uses[path] = Use(what, key, context, frozenset(leaves))
+            self.uses[path] = Use(what, key, context)
         return path
 
     def door(self, context: Context, equation: JaxprEqn) -> None:
@@ -159,27 +159,33 @@ def _rows(examples: list[Fact], has_keys: bool, is_masked: bool) -> tuple[Ref | 
     return own, "", False
 
 
+# What a stream folds into its key before its counter: no number that `fold_in` takes.
+_STREAM = Number(None, 2**40)
+
+
 def noise(
     record: Record, context: Context, equation: JaxprEqn, mark: NoiseMark, inputs: list[Fact]
 ) -> list[Fact]:
     """What noise makes of each leaf: of a clipped sum, a release."""
-    leaves, rest = inputs[: len(mark.leaves)], inputs[len(mark.leaves) :]
-    if not mark.leaves or mark.stddev == 0:
-        return leaves + [Fact()] * (len(equation.outvars) - len(leaves))
-    count = 2 * len(mark.leaves) * mark.correlation.kept
+    size = mark.num_leaves
+    leaves, stream, past = inputs[:size], inputs[size : size + 3], inputs[size + 3 :]
+    if not size:
+        return stream
+    count = 2 * size * mark.correlation.kept
     kept = [PAST._replace(past=(*context.path, place)) for place in range(count)]
-    counts = len(rest) - count, len(equation.outvars) - count
-    is_plain = is_as_marked(equation) and counts == (1 + mark.has_step, len(mark.leaves))
-    is_own = [x.is_public or x.past == (*context.path, i - counts[0]) for i, x in enumerate(rest)]
-    if not (is_plain and all(is_own)):
-        found = "noise is mapped, is another one on each device, or its key or state is not its own"
+    is_plain = is_as_marked(equation) and len(equation.outvars) == size + 3 + count == len(inputs)
+    is_own = [x.is_public or x.past == (*context.path, i) for i, x in enumerate(past)]
+    if not (is_plain and all(is_own) and all(fact.is_public for fact in stream)):
+        found = (
+            "noise is mapped, is another one on each device, or its stream or state is not its own"
+        )
         advice = "Add noise in a plain call, on the sum of all devices; return its state as it is."
         record.note(context, "fresh noise", found, advice, is_decided=False)
-        return [_lost(inputs, "noised", context.line)] * counts[1] + kept
-    key = rest[0].key or Key(None)
-    if mark.has_step:  # else the key must be for nothing else, and counts as it is
-        key = key.folded(*(Number(None, word) for word in mark.prefix), rest[1].number)
-    used = record.use(context, "noise", key, 0, *(mark.leaves if mark.has_step else ()))
+        lost = len(equation.outvars) - count
+        return [_lost(inputs, "noised", context.line)] * lost + kept
+    key, number = stream[0].key or Key(None), stream[1].number
+    grown = Fact(number=number and number.plus(1))
+    used = record.use(context, "noise", key.folded(_STREAM, number))
     record.is_noised_again |= any(fact.is_public and fact.is_random for fact in leaves)
     found = [
         _in_vain(record, context, mark, fact)
@@ -196,7 +202,7 @@ def noise(
         record.releases[used] = Release(
             rows, mark.stddev, mark.correlation, is_exact, loops, context, mark.is_certified
         )
-    return found + kept
+    return [*found, Fact(key=stream[0].key), grown, Fact(), *kept]
 
 
 def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> Fact:

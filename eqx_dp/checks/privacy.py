@@ -50,7 +50,7 @@ def check_privacy(
     Each value is public, a clipped sum with a bound on its sensitivity, or private. The engine
     (`filter_clipped_grad`) makes clipped sums and shows their bounds in the program; the noise
     (`plan.privatizer`, `gaussian_privatizer`, `add_noise`) shows its standard deviation and its
-    key. Noise of standard deviation s turns a sum of sensitivity S into a release of noise
+    stream. Noise of standard deviation s turns a sum of sensitivity S into a release of noise
     multiplier s / S, and every value computed only from releases is post-processing. Only proven
     facts count: a value without a proven fact is private, and a claim without a proof is undecided.
 
@@ -101,6 +101,7 @@ undecided: rows move; draw in the loss, with its key |
     | a clipped sum by other code than the engine's | undecided: its sensitivity is unknown |
     | sums of devices, added up by `psum` in `shard_map` | one sum, if rows are spread along the \
 axes of the `psum` and devices have one model |
+    | two kinds of noise from one state of a stream | a violation: they are the same noise |
     | a key that a loop splits and carries | undecided: split before it, or fold a counter in |
     | a host function returns a value | undecided: it may depend on any data |
     | noise that a privatizer keeps in its state | a violation, if it leaves in another way; \

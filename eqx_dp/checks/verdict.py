@@ -104,7 +104,7 @@ _ADD_NOISE = (
     "plan.privatizer comes first in the optimizer's chain; without optax, dp.add_noise."
 )
 _BY_HAND = (
-    "The check knows the noise of dp.add_noise(grads, key, stddev) and of plan.privatizer, and no "
+    "The check knows the noise of dp.add_noise(grads, state, stddev) and of plan.privatizer, and no "
     "other: use one of them in place of jax.random.normal."
 )
 _LEAVE_OUT = (
@@ -236,7 +236,7 @@ def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
                 found.append(_stale(use, loop == CALLS, is_fresh is False))
         for other, another in uses.items():
             is_of_slots = use.what == "slots" and another.what in ("noise", "loss", "slots")
-            if other != path and not is_of_slots and not _are_independent(use, another, calls):
+            if other != path and not is_of_slots and not parted(use.key, another.key, calls):
                 found.append(_shared(use, another))
         for root in (use.key.root, *(getattr(one, "root", None) for one in use.key.path)):
             if isinstance(root, tuple) and root in calls.given:
@@ -245,24 +245,17 @@ def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
     return found
 
 
-def _are_independent(a: Use, b: Use, calls: Calls) -> bool:
-    if parted(a.key, b.key, calls):
-        return True
-    roots = {calls.same.get(key.root, key.root) for key in (a.key, b.key)}
-    is_one_stream = len(roots) == 1 and a.key.root is not None
-    is_one_stream = is_one_stream and a.key.path[:-1] == b.key.path[:-1]
-    return is_one_stream and bool(a.leaves and b.leaves) and not a.leaves & b.leaves
-
-
 def _stale(use: Use, is_call: bool, is_decided: bool) -> Finding:
-    how = "the same one" if is_decided else "not proven to be another one"
+    is_same = "the same one" if is_decided else "not proven to be another one"
     each = "call" if is_call else "turn of a loop"
-    found = f"the key of {_USES[use.what][1]} is {how} in each {each}"
+    found = f"the key of {_USES[use.what][1]} is {is_same} in each {each}"
     is_constant = isinstance(use.key.root, tuple) and use.key.root[0] == "constant"
-    advice = (
-        f"{'It is a constant of the program. ' * is_constant}Fold a counter of the state into it "
-        "(jax.random.fold_in(key, step)), or split it and return the other half in the state."
-    )
+    how = "Fold a counter of the state into it (jax.random.fold_in(key, step))."
+    if use.what == "noise":
+        how = (
+            "Carry the stream: noisy, state = dp.add_noise(tree, state, stddev), and return state."
+        )
+    advice = "It is a constant of the program. " * is_constant + how
     return Finding("fresh noise", found, use.context.line, advice, is_decided)
 
 

@@ -203,8 +203,7 @@ def plan_memory(
 
 
 def _noise_and_descent(grad_fn: ClippedGrad[Any]) -> optax.GradientTransformation:
-    key, rules = jax.random.key(0), grad_fn.sharding  # nothing is drawn
-    noise = gaussian_privatizer(stddev=1.0, key=key, policy=grad_fn.policy, sharding=rules)
+    noise = gaussian_privatizer(stddev=1.0, policy=grad_fn.policy, sharding=grad_fn.sharding)
     return optax.chain(noise, optax.sgd(1.0))
 
 

@@ -19,12 +19,12 @@ from .keys import printed_without_key as printed_without_key
 from .keys import refuse_to_pickle as refuse_to_pickle
 from .keys import shape_of_keys as shape_of_keys
 from .keys import warn_of_small as warn_of_small
+from .keys import without_key as without_key
 from .noise import GaussianPrivatizerState as GaussianPrivatizerState
 from .noise import NoiseMark as NoiseMark
 from .noise import add_noise as add_noise
 from .noise import gaussian_privatizer as gaussian_privatizer
 from .noise import no_past as no_past
-from .noise_checks import noise_key as noise_key
 from .plan import PrivacyPlan as PrivacyPlan
 from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling
@@ -32,4 +32,7 @@ from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY
 from .sampling import PoissonSampler as PoissonSampler
 from .sampling import Sampler as Sampler
 from .strategies import Banded as Banded
+from .stream import NoiseStream as NoiseStream
+from .stream import noise_stream as noise_stream
+from .stream import stream_of as stream_of
 from .users import Users as Users

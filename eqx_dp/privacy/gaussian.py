@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, PRNGKeyArray, Shaped, UInt32
+from jaxtyping import Array, Float, Shaped, UInt32
 
 from ..precision import Policy, stage
 from .chacha import NOISE, block, chacha_key, positions
 from .inverse_normal import WORDS, tail_probability, tail_quantile
 from .strategies import Banded
+from .stream import Counter, NoiseStream, earlier
 
 GRID_BITS = 5
 """The grid is 2^-5 to 2^-6 of the standard deviation."""
@@ -31,14 +32,14 @@ class Leaf(NamedTuple):
 
     Attributes:
         gradient: the sum.
-        words: two words of the hash of its path and shape.
+        number: its place among the leaves of the sum.
         dtype: of the noise.
         result: dtype of the noisy sum.
         sharding: where it is on a mesh with Explicit axes; else None.
     """
 
     gradient: Float[Array, "..."]
-    words: tuple[int, ...]
+    number: int
     dtype: Any
     result: Any
     sharding: NamedSharding | None
@@ -59,8 +60,7 @@ def grid_of(stddev: float) -> float:
 
 def with_certified_noise(
     leaves: Sequence[Leaf],
-    key: PRNGKeyArray,
-    step: Any,
+    stream: NoiseStream,
     stddev: float,
     is_apart: bool,
     correlation: Banded,
@@ -68,16 +68,15 @@ def with_certified_noise(
 ) -> tuple[list[Float[Array, "..."]], Past]:
     """Adds noise whose distribution is known: `finite_precision.md`, `correlated_noise.md`.
 
-    Each entry takes 257 bits of a block of ChaCha under the key. Its counter is the position in the
-    leaf; its nonce is the step, and 63 bits of the leaf's words.
+    Each entry takes 257 bits of a block of ChaCha under the stream's key. What the block encrypts
+    is the position in the leaf, the stream's counter, and the leaf's number.
 
     Args:
         leaves: what noise is added to.
-        key: of any generator.
-        step: its number.
+        stream: of the noise, as it is before this draw.
         stddev: of the noise.
         is_apart: whether small leaves may be on other devices than each other.
-        correlation: how noise depends on that of steps before. Before step 0 there is none.
+        correlation: how noise depends on that of draws before. Before draw 0 there is none.
         past: what the last steps kept, latest first, as this returned it: of `correlation.kept`
             steps.
 
@@ -85,8 +84,7 @@ def with_certified_noise(
         The noisy sums, and what this step keeps of each leaf (nothing without `past`).
     """
     with jax.enable_x64(True):
-        words, rounds = chacha_key(key)
-        counted = jnp.asarray(step).astype(jnp.uint32)
+        words, rounds = chacha_key(stream.key)
         results: dict[int, Any] = {}
         drawn: dict[int, Any] = {}
         alike: dict[Any, list[int]] = {}
@@ -95,8 +93,7 @@ def with_certified_noise(
             alike.setdefault((leaf.gradient.dtype, leaf.result) if is_small else i, []).append(i)
         for group in alike.values():
             first = leaves[group[0]]
-            nonces = np.array([leaves[i].words for i in group], np.uint32)
-            nonces[:, 0] |= NOISE
+            names = NOISE | np.array([leaves[i].number for i in group], np.uint32)
             result = np.dtype(first.result)
             noised = functools.partial(
                 _noised, stddev=stddev, correlation=correlation, result=result, rounds=rounds
@@ -107,7 +104,7 @@ def with_certified_noise(
                 noised = cast(Any, jax.sharding).auto_axes(noised, axes=axes, out_sharding=places)
             gradients = [leaves[i].gradient for i in group]
             before = [[kept[i] for i in group] for kept in past]
-            found, fresh = noised(words, counted, nonces, gradients, before)
+            found, fresh = noised(words, stream.counter, names, gradients, before)
             results |= dict(zip(group, found, strict=True))
             drawn |= dict(zip(group, fresh, strict=False))
         return [results[i] for i in range(len(leaves))], [drawn[i] for i in sorted(drawn)]
@@ -116,8 +113,8 @@ def with_certified_noise(
 @functools.partial(jax.jit, static_argnames=("stddev", "correlation", "result", "rounds"))
 def _noised(
     key: UInt32[Array, " 8"],
-    step: UInt32[Array, ""],
-    nonces: UInt32[Array, "leaves 2"],
+    counter: Counter,
+    names: UInt32[Array, " leaves"],
     gradients: list[Float[Array, "..."]],
     past: list[Past],
     *,
@@ -135,14 +132,12 @@ def _noised(
     with stage("grid"):
         gradient = _side_by_side(gradients)
     position = _side_by_side([positions(shape) for shape in shapes])
-    nonce = [
-        _side_by_side([jnp.full(shape, word) for shape, word in zip(shapes, row, strict=True)])
-        for row in nonces.T
-    ]
+    name = _side_by_side([jnp.full(shape, name) for shape, name in zip(shapes, names, strict=True)])
 
-    def draw(step: Any) -> Float[Array, "..."]:
+    def draw(counter: Counter) -> Float[Array, "..."]:
+        low, high = counter
         with stage("bits"):
-            sign, *words = block([*key], position, (step, *nonce), rounds)[: 1 + WORDS]
+            sign, *words = block([*key], position, (low, name, high), rounds)[: 1 + WORDS]
             size = tail_quantile(tail_probability(words))
             # One use of the size, so that it is not kept.
             return jnp.where(sign >> 31 == 0, 1.0, -1.0) * size
@@ -153,10 +148,10 @@ def _noised(
         def of_earlier(weights: Sequence[float]) -> Any:
             return sum(weight * x for weight, x in zip(weights[1:], before, strict=False))
 
-        fresh = computed_once(draw(step) - of_earlier(correlation.strategy))
+        fresh = computed_once(draw(counter) - of_earlier(correlation.strategy))
         noise = fresh + of_earlier(correlation.noising)
     else:
-        noise = fresh = _weighted(draw, step, correlation.noising, gradient.shape)
+        noise = fresh = _weighted(draw, counter, correlation.noising, gradient.shape)
     noisy = computed_once(_on_grid(gradient, noise, stddev).astype(result))
 
     def apart(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
@@ -185,20 +180,19 @@ def _side_by_side(arrays: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "..."
 
 
 def _weighted(
-    draw: Callable[[Any], Float[Array, "*shape"]],
-    step: UInt32[Array, ""],
+    draw: Callable[[Counter], Float[Array, "*shape"]],
+    counter: Counter,
     noising: tuple[float, ...],
     shape: tuple[int, ...],
 ) -> Float[Array, "*shape"]:
-    """The weighted sum of the draws of this step and of those before."""
+    """The weighted sum of this draw and of those before."""
     if len(noising) == 1:
-        return draw(step)
+        return draw(counter)
     weights = jnp.asarray(noising, jnp.float64)
 
     def body(back: Any, total: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        before = back.astype(jnp.uint32)
-        weight = jnp.where(before <= step, weights[back], 0)
-        return total + weight * draw(step - before)
+        before, was_drawn = earlier(counter, back.astype(jnp.uint32))
+        return total + jnp.where(was_drawn, weights[back], 0) * draw(before)
 
     return jax.lax.fori_loop(0, len(noising), body, jnp.zeros(shape, jnp.float64))
 
@@ -220,13 +214,13 @@ def _on_grid(
 
 
 def with_noise_of_jax(
-    leaves: Sequence[Leaf], key: PRNGKeyArray, words: Sequence[Any], stddev: float
+    leaves: Sequence[Leaf], stream: NoiseStream, stddev: float
 ) -> list[Float[Array, "..."]]:
-    """Adds what `jax.random.normal` draws, in the dtype of the noise; words are folded in first."""
+    """Adds what `jax.random.normal` draws, in the dtype of the noise."""
 
     def noisy(leaf: Leaf) -> Float[Array, "..."]:
-        own = key
-        for word in (*words, *map(np.uint32, leaf.words)):
+        own = stream.key
+        for word in (*stream.counter, np.uint32(leaf.number)):
             own = jax.random.fold_in(own, word)
         with stage("draw"):
             shape, where = leaf.gradient.shape, leaf.sharding

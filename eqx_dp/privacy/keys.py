@@ -160,6 +160,11 @@ def refuse_to_pickle(self: object) -> NoReturn:
     )
 
 
+def without_key(holder: object) -> str:
+    """The `__repr__` of what holds a key: JAX would print its bits."""
+    return f"{type(holder).__name__}(<secret>)"
+
+
 def printed_without_key(holder: object, **_: Any) -> TextDoc:
     """The `__pdoc__` of what holds a key: `eqx.tree_pformat` prints what `repr` does."""
     return TextDoc(repr(holder))
@@ -203,7 +208,7 @@ def outside_of_programs(key: PRNGKeyArray | None) -> PRNGKeyArray:
 
     def words() -> np.ndarray[Any, Any]:
         if hosts > 1:
-            raise ValueError("on several hosts call optimizer.init outside of jit, or give a key")
+            raise ValueError("on several hosts begin noise outside of jit, or give a key")
         return np.asarray(jax.random.key_data(own()))
 
     impl = GENERATORS[12] if key is None else jax.random.key_impl(key)
@@ -212,24 +217,16 @@ def outside_of_programs(key: PRNGKeyArray | None) -> PRNGKeyArray:
 
 
 def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
-    """The given key, or the key made from the given secret."""
+    """The given key of ChaCha, or the one made from the given secret."""
     if not isinstance(key, (jax.Array, np.ndarray)):
         secret = checked_secret("key", key)
         warn_of_small("key", secret)
         return key_from_secret(secret, "noise")
-    if shape_of_keys(key) != ():
+    is_one = is_key(key) and key.shape == ()
+    if not (is_one and jax.random.key_impl(key) in GENERATORS.values()):
         raise ValueError(
-            "key must be one key, as from jax.random.key(seed), or the secret itself, a "
-            f"number or bytes; found an array of shape {key.shape} and dtype {key.dtype}. Of "
-            "several keys (jax.random.split) take one."
+            "key must be the secret itself, a number or bytes, or one key of ChaCha, the cipher; "
+            f"found an array of shape {key.shape} and dtype {key.dtype}. Take "
+            "secrets.randbits(128), or leave it out for fresh randomness."
         )
-    if "rbg" in str(jax.random.key_impl(key)):
-        raise ValueError(
-            "key is one of rbg or unsafe_rbg, whose numbers differ under vmap. Take the secret "
-            'itself, a number or bytes, or jax.random.key(seed, impl="threefry2x32").'
-        )
-    if not isinstance(key, Tracer) and getattr(key, "is_fully_addressable", True):
-        with jax.ensure_compile_time_eval():
-            if np.count_nonzero(jax.random.key_data(key)) <= 1:  # jax.random.key(a small number)
-                warn_of_small("key", 0)
     return cast(PRNGKeyArray, key)

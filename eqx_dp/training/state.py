@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..paths import below
 from ..precision import Policy
-from ..privacy import printed_without_key, refuse_to_pickle
+from ..privacy import printed_without_key, refuse_to_pickle, without_key
 from ..sharding import ShardingRules
 from ..shown import some
 from ..trees import PyTree
@@ -25,7 +25,7 @@ class OptState(NamedTuple):
     """What a state holds besides the model. No printed form and no pickle shows its keys.
 
     Attributes:
-        noise: **secret**: the state of the noise, with its key.
+        noise: **secret**: the state of the noise, with its stream.
         optimizer: the optimizer's own state.
         average: the moving average of what is trained, in the dtype in which it is updated; None
             without `ema`.
@@ -37,10 +37,7 @@ class OptState(NamedTuple):
     average: PyTree[Array] | None
     key: PRNGKeyArray
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(<secret>)"
-
-    __pdoc__, __reduce__ = printed_without_key, refuse_to_pickle
+    __repr__, __pdoc__, __reduce__ = without_key, printed_without_key, refuse_to_pickle
 
 
 class AdaptiveState(NamedTuple):

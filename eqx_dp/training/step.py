@@ -27,9 +27,9 @@ from ..privacy import (
     fresh_secret,
     key_from_secret,
     no_past,
-    noise_key,
     printed_without_key,
     refuse_to_pickle,
+    stream_of,
 )
 from ..shown import function_name
 from ..trees import PyTree, is_array_or_shape
@@ -172,8 +172,7 @@ class Step(Generic[Model]):
         """The state of a start after so many steps, whose keys follow from its secret."""
         noise: Any = optax.EmptyState()
         if self._noise is not None:
-            key = noise_key(key_from_secret(secret, "noise"), "init")
-            noise = GaussianPrivatizerState(key, jnp.zeros((), jnp.int32))
+            noise = GaussianPrivatizerState(stream_of(key_from_secret(secret, "noise")))
         where = next(x.sharding for x in jax.tree.leaves(body.model) if is_array_or_shape(x))
         if (rules := self.grad_fn.sharding) is not None:
             where = NamedSharding(rules.mesh, PartitionSpec())
@@ -277,17 +276,12 @@ class Step(Generic[Model]):
             state.model, *batch, key=key, is_padding_example=mask, clip_norm=clip_norm
         )
         if self._noise is not None:
-            # A path that no leaf of a model has: a model may be one number, as the count is.
-            parts = (grads,) if clip_norm is None else (grads[0], {"count of norms": grads[1]})
-            leaves = [path for part in parts for path, _ in jax.tree.leaves_with_path(part)]
-            if clip_norm is not None and len({*map(jax.tree_util.keystr, leaves)}) < len(leaves):
-                raise ValueError(
-                    "a parameter has the name 'count of norms', as the count that a Quantile "
-                    "releases, and both would get the same noise. Rename the parameter."
-                )
-            noised = [cast(Any, self._noise.update(part, noise_state)) for part in parts]
-            noise_state = noised[0][1]
-            grads = noised[0][0] if clip_norm is None else (noised[0][0], *noised[1][0].values())
+            parts = (grads,) if clip_norm is None else grads
+            noised = list[Any]()
+            for part in parts:  # each with the stream as the one before leaves it
+                noisy, noise_state = cast(Any, self._noise.update(part, noise_state))
+                noised.append(noisy)
+            grads = noised[0] if clip_norm is None else tuple(noised)
         params = self._wide(state.model)
         parameters, policy = self._recipe.parameters, self.grad_fn.policy
         grads, opt_state = widened((grads, opt_state), policy)

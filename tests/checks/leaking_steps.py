@@ -20,6 +20,7 @@ from jax.random import bernoulli, bits, fold_in, key_data, normal, split, unifor
 
 import eqx_dp as dp
 from tests.checks.privacy_steps import (
+    begun,
     CLASSES,
     EXPECTED,
     NUM_EXAMPLES,
@@ -684,9 +685,9 @@ NOISED_BY = {
     "tangent": lambda g, k: jax.jvp(lambda g: with_noise(g, k), (g,), (g,))[1],
     # Backwards through the noise goes what was handed in: the sum.
     # (That of certified noise is zero: it is rounded.)
-    "cotangent": lambda g, k: jax.vjp(lambda g: dp.add_noise(g, k, STDDEV, certified=False), g)[1](
-        g
-    )[0],
+    "cotangent": lambda g, k: jax.vjp(
+        lambda g: dp.add_noise(g, begun(k), STDDEV, certified=False)[0], g
+    )[1](g)[0],
     # Its deviation is that of the sum's own numbers.
     "noise_times_the_sum": lambda g, k: leafwise(lambda g, n: g + g * n, g, noise_alone(g, k, 1.0)),
     # `platform_dependent`: on a GPU the sum goes on without noise.

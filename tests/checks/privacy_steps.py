@@ -18,6 +18,7 @@ from jax.random import bernoulli, split
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
+from eqx_dp.privacy import NoiseStream
 from tests.sharding.losses import mesh_of
 
 SLOTS, WIDTH, CLASSES = 8, 4, 2
@@ -154,8 +155,15 @@ def clipped(loss=squared_error, **options):
 
 def with_noise(grads, key, stddev=STDDEV):
     """Independent normal noise for every number; a traced deviation is for noise by hand."""
-    is_traced = isinstance(stddev, jax.core.Tracer)
-    return with_normals(grads, key, stddev) if is_traced else dp.add_noise(grads, key, stddev)
+    if isinstance(stddev, jax.core.Tracer):
+        return with_normals(grads, key, stddev)
+    return dp.add_noise(grads, begun(key), stddev)[0]
+
+
+def begun(key):
+    """A stream of noise at its beginning, of a key of any kind."""
+    zero = jnp.zeros((), jnp.uint32)
+    return NoiseStream(key, (zero, zero))
 
 
 def with_normals(grads, key, stddev=STDDEV, draw=jax.random.normal):

@@ -28,9 +28,7 @@ def training_step(case, policy=MIXED, *, loss=None, between=None, noise=None, **
     options = {"l2_clip_norm": 1.0, "policy": policy, "filter_spec": case.filter_spec} | options
     grad_fn = dp.filter_clipped_grad(loss or case.loss, normalize_by=4.0, **options)
     rules = options.get("sharding")
-    privatizer = noise or dp.gaussian_privatizer(
-        stddev=1.0, key=jax.random.key(1), policy=policy, sharding=rules
-    )
+    privatizer = noise or dp.gaussian_privatizer(stddev=1.0, key=1, policy=policy, sharding=rules)
     optimizer = optax.chain(privatizer, optax.adam(1e-3))
 
     @eqx.filter_jit
@@ -191,7 +189,7 @@ def test_no_alarm_on_what_follows_the_noise():
     policy = dataclasses.replace(dp.load_policy("bfloat16"), **declared)
     case = models.mlp()
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=policy)
-    noise = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=policy)
+    noise = dp.gaussian_privatizer(stddev=1.0, key=0, policy=policy)
     optimizer = optax.chain(noise, optax.adam(1e-3, mu_dtype=BF16))
     params, static = eqx.partition(policy.cast_to_param(case.model), eqx.is_inexact_array)
 
@@ -215,7 +213,7 @@ def test_no_alarm_on_what_follows_the_noise():
 def test_no_alarm_on_a_loss_that_draws():
     case = models.dropout()
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, policy=MIXED)
-    privatizer = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=MIXED)
+    privatizer = dp.gaussian_privatizer(stddev=1.0, key=0, policy=MIXED)
 
     def step(model, state, key, *batch):
         of_sample, of_loss = jax.random.split(key)
@@ -407,7 +405,7 @@ def optimizer_of_8_bits(scale_of):
         return jnp.sum((narrow @ weight) ** 2)
 
     grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, policy=FLOAT8)
-    noise = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=FLOAT8)
+    noise = dp.gaussian_privatizer(stddev=1.0, key=0, policy=FLOAT8)
 
     def step(weight, state, xs, largest):
         scale = jnp.broadcast_to(scale_of(xs, largest), len(xs))

@@ -374,7 +374,7 @@ def test_a_sum_moves_no_further_than_is_said(seed, neighbors):
         return linear_program(np.random.default_rng(seed), grads)
 
     def step(x, y, mask, key):
-        return jnp.concatenate(dp.add_noise(program(clipped_sum(x, y, mask)), key, 1.0))
+        return jnp.concatenate(steps.with_noise(program(clipped_sum(x, y, mask)), key, 1.0))
 
     report = dp.check_privacy(step, *steps.data(), jax.random.key(0), private=(0, 1, 2))
     sums = np.concatenate(jax.jit(jax.vmap(program))(neighbors), axis=1)
@@ -396,10 +396,10 @@ def test_a_split_is_a_fold():
 def test_noise_that_is_not_certified_is_noted(certified):
     grad_fn = dp.filter_clipped_grad(lambda w, x: w * x, l2_clip_norm=1.0)
 
-    def step(w, x, mask, key):
-        return dp.add_noise(grad_fn(w, x, is_padding_example=mask), key, 1.0, certified=certified)
+    def step(w, x, mask, state):
+        return dp.add_noise(grad_fn(w, x, is_padding_example=mask), state, 1.0, certified=certified)
 
-    arguments = jnp.ones(()), jnp.ones(4), jnp.zeros(4, bool), jax.random.key(0)
+    arguments = jnp.ones(()), jnp.ones(4), jnp.zeros(4, bool), dp.noise_stream()
     report = dp.check_privacy(step, *arguments, private=(1, 2), plan=None)
     for text in (str(report), report.to_json()):
         assert ("the noise is not certified" in text) != certified

@@ -229,7 +229,7 @@ def test_nothing_that_wants_a_clipped_gradient_prints_what_it_got(unchecked):
     for use in (
         lambda: dp.explain(wrapped, X, LABEL),
         lambda: dp.plan_memory(wrapped, X, LABEL),
-        lambda: plan.privatizer(wrapped, key=jax.random.key(0)),
+        lambda: plan.privatizer(wrapped, key=0),
     ):
         with pytest.raises(ValueError, match="partial") as caught:
             use()

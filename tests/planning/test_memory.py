@@ -33,7 +33,7 @@ def sizes(tree):
 
 def test_a_plan_adds_up():
     grad_fn, model, batch = mlp(method="per_example", microbatch_size=4)
-    noise = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0))
+    noise = dp.gaussian_privatizer(stddev=1.0, key=0)
     plan = plan_memory(grad_fn, model, *batch, optimizer=optax.chain(noise, optax.adam(1e-3)))
     parts, compiled = plan.parts, plan.compiled
     assert parts.total == sum(parts)
@@ -112,7 +112,7 @@ def test_what_is_spread_counts_by_its_part(axis_type):
     grad_fn = dp.filter_clipped_grad(
         layers_loss, l2_clip_norm=1.0, sharding=rules, method="book_keeping"
     )
-    noise = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), sharding=rules)
+    noise = dp.gaussian_privatizer(stddev=1.0, key=0, sharding=rules)
     plan = plan_memory(grad_fn, model, batch, optimizer=optax.chain(noise, optax.adam(1e-3)))
     weight = 256**2 * 4
     # The first weight is halved, the other whole; of accumulators each has a quarter of that.

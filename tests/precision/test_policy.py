@@ -214,6 +214,6 @@ def test_a_policy_of_jmp_is_accepted_wherever_a_policy_is():
     grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, policy=given)
     assert grad_fn.policy == ours
     assert grad_fn(dp.apply_policy(model, given), x).weight.dtype == F32
-    dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), policy=given)
+    dp.gaussian_privatizer(stddev=1.0, key=0, policy=given)
     assert dp.apply_updates(model, model, given).weight.dtype == F32
     assert dp.check_precision(grad_fn, model, x, policy=given).ok

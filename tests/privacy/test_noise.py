@@ -12,17 +12,29 @@ import pytest
 from scipy import stats
 
 from eqx_dp.precision import parse_policy
-from eqx_dp.privacy import GaussianPrivatizerState, add_noise, gaussian_privatizer, key_from_secret
-from eqx_dp.privacy.chacha import GENERATORS
+from eqx_dp.privacy import (
+    GaussianPrivatizerState,
+    NoiseStream,
+    add_noise,
+    gaussian_privatizer,
+    key_from_secret,
+    noise_stream,
+)
 from eqx_dp.privacy.gaussian import grid_of
 
-KEY = jax.random.key(20240607)
+KEY = key_from_secret(20240607)
+LAST = 2**32 - 1
 
 
-def noise_of(privatizer, grads, step=0, key=KEY):
+def state_at(step, high=0):
+    """Of a privatizer, after so many draws."""
+    words = jnp.asarray(step, jnp.uint32), jnp.asarray(high, jnp.uint32)
+    return GaussianPrivatizerState(NoiseStream(KEY, words))
+
+
+def noise_of(privatizer, grads, step=0, high=0):
     """What one update adds to the gradients, on the host."""
-    state = GaussianPrivatizerState(key, jnp.asarray(step, jnp.int32))
-    noisy, _ = privatizer.update(grads, state)
+    noisy, _ = privatizer.update(grads, state_at(step, high))
     return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), noisy, grads)
 
 
@@ -52,7 +64,7 @@ def test_noise_is_normal(draws, stddev):
 
     @jax.jit
     def cells(step):
-        noise, _ = privatizer.update(zeros, GaussianPrivatizerState(KEY, step))
+        noise, _ = privatizer.update(zeros, state_at(step))
         found = noise / np.float32(grid)
         return jnp.clip(found, -last, last).astype(jnp.int32) + last, jnp.all(found % 1 == 0)
 
@@ -93,7 +105,9 @@ def test_leaves_and_steps_are_independent():
     }
     privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
     draws = [
-        noise for step in range(4) for noise in jax.tree.leaves(noise_of(privatizer, grads, step))
+        noise
+        for at in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
+        for noise in jax.tree.leaves(noise_of(privatizer, grads, *at))
     ]
     for i, one in enumerate(draws):
         for other in draws[:i]:
@@ -114,89 +128,63 @@ def test_steps_are_uncorrelated_at_every_lag():
 # The noise as a function of key, step and leaf.
 
 
-def test_steps_follow_from_the_state_alone():
-    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
+@pytest.mark.parametrize(
+    ("start", "after"), [((0, 0), (1, 0)), ((LAST, 6), (0, 7)), ((LAST, LAST), (0, 0))]
+)
+def test_steps_follow_from_the_state_alone(start, after):
+    privatizer = gaussian_privatizer(stddev=1.0)
     grads = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}
-    state = privatizer.init(grads)
-    for step in range(3):
-        noisy, next_state = privatizer.update(grads, state)
-        resumed = GaussianPrivatizerState(KEY, jnp.asarray(step, jnp.int32))
-        assert eqx.tree_equal(noisy, privatizer.update(grads, resumed)[0])
-        assert (next_state.step, next_state.key) == (step + 1, state.key)
-        state = next_state
-
-
-def test_noise_of_a_leaf_depends_on_its_path_and_shape_alone():
-    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
-    small = noise_of(privatizer, {"b": jnp.zeros(5), "c": jnp.zeros(6)})
-    large = noise_of(
-        privatizer, {"a": jnp.zeros((7, 7)), "b": jnp.zeros(5), "c": jnp.zeros((6, 1))}
+    noisy, state = privatizer.update(grads, state_at(*start))
+    assert (*map(int, state.stream.counter),) == after
+    assert state.stream.key == KEY
+    # And with other optimizers' names.
+    again, stream = jax.jit(functools.partial(add_noise, stddev=1.0))(
+        grads, state_at(*start).stream
     )
-    np.testing.assert_array_equal(small["b"], large["b"])
-    assert not np.array_equal(small["c"], large["c"].ravel())
+    assert eqx.tree_equal((noisy, state.stream), (again, stream))
 
 
 def test_noise_stays_what_it_is():
-    # An experiment with a key of its own repeats under a later release. If this fails, either the
-    # way from (key, step, path, shape) to a number has changed, or what it does to a key of JAX's.
+    # An experiment with a key of its own repeats under a later release. If this fails, the
+    # way from (key, counter, leaf, position) to a number has changed.
     grads = {"w": jnp.zeros((2, 2)), "b": [jnp.zeros(())]}
     noise = noise_of(gaussian_privatizer(stddev=1.0, key=KEY), grads, step=3)
-    np.testing.assert_array_equal(noise["w"], [[1.5, -0.5625], [1.4375, -1.0625]])
+    np.testing.assert_array_equal(noise["w"], [[0.5, 0.78125], [-1.03125, 0.3125]])
     assert noise["b"][0] == -0.46875
 
 
-def test_one_privatizer_in_two_groups_gives_each_leaf_its_own_noise():
-    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
-    grads = {"a": jnp.zeros(2000), "b": jnp.zeros(2000)}
-    parts = {"one": privatizer, "two": privatizer}
-    masks = [{"a": True, "b": False}, {"a": False, "b": True}]
-    whole = noise_of(privatizer, grads)
-    for divided in (
-        optax.partition(parts, {"a": "one", "b": "two"}),
-        optax.chain(*(optax.masked(privatizer, mask) for mask in masks)),
-    ):
-        noise, _ = divided.update(grads, divided.init(grads), grads)
-        assert share_of_equal(noise["a"], noise["b"]) < 0.03
-        # And it is what the tree would have got in one piece.
-        assert eqx.tree_equal(jax.tree.map(np.asarray, noise), whole)
-
-
-class Same:
+class Same(str):
     """A key of a dictionary that reads like every other of its kind."""
 
-    def __init__(self, rank):
-        self.rank = rank
-
-    def __lt__(self, other):
-        return self.rank < other.rank
+    __slots__ = ()
 
     def __repr__(self):
         return "same"
 
 
-def test_leaves_that_cannot_be_told_apart_are_refused():
+@pytest.mark.parametrize("kind", [str, Same])
+def test_one_privatizer_in_two_groups_gives_each_leaf_its_own_noise(kind):
     privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
-    grads = {Same(1): jnp.zeros(3), Same(2): jnp.zeros(3)}
-    for x in (privatizer, optax.masked(privatizer, dict(zip(grads, (True, False), strict=True)))):
-        with pytest.raises(ValueError, match=r"several gradients have the path \[same\]"):
-            x.update(grads, x.init(grads))
+    a, b = kind("a"), kind("b")
+    grads = {a: jnp.zeros(2000), b: jnp.zeros(2000)}
+    parts = {"one": privatizer, "two": privatizer}
+    masks = [{a: True, b: False}, {a: False, b: True}]
+    for divided in (
+        optax.partition(parts, {a: "one", b: "two"}),
+        optax.chain(*(optax.masked(privatizer, mask) for mask in masks)),
+    ):
+        noise, _ = divided.update(grads, divided.init(grads), grads)
+        assert share_of_equal(noise[a], noise[b]) < 0.03
 
 
 # Secrets, and what tells runs apart.
 
-FIVE = jax.random.key(5)
-ALIKE = [
-    (FIVE, jax.random.PRNGKey(5)),
-    (2**200 + 1, key_from_secret(2**200 + 1, "noise")),
-    # A key of another generator makes one of the cipher.
-    (FIVE, jax.random.wrap_key_data(jax.random.bits(FIVE, (8,), jnp.uint32), impl=GENERATORS[12])),
-]
+ALIKE = [(2**200 + 1, key_from_secret(2**200 + 1, "noise"))]
 UNLIKE = [
     (5, 6),
     (5, b"\5"),
     (5, 5 + 2**64),
     (b"a" * 32, b"a" * 31 + b"b"),
-    (FIVE, jax.random.key(1)),
     (key_from_secret(3, "noise"), key_from_secret(3, "noise", rounds=20)),
 ]
 
@@ -210,14 +198,16 @@ def test_noise_by_secret(one, other, is_same):
     noises = [each.update(jnp.zeros(1000), each.init(None))[0] for each in privatizers]
     assert abs(np.std(noises[1]) - 1) < 0.1
     assert share_of_equal(*noises) == 1 if is_same else share_of_equal(*noises) < 0.04
+    streams = [add_noise(jnp.zeros(1000), noise_stream(key), 1.0)[0] for key in (one, other)]
+    assert share_of_equal(*streams) == 1 if is_same else share_of_equal(*streams) < 0.04
+    assert share_of_equal(streams[0], noises[0]) < 0.04  # one secret for both is no accident
 
 
 @pytest.mark.parametrize("show", [repr, str])
 def test_the_key_is_not_shown(show):
-    state = gaussian_privatizer(stddev=1.0, key=jax.random.key(987654321)).init(None)
-    text = show((state, optax.EmptyState()))
-    assert "GaussianPrivatizerState(key=<secret>, step=0)" in text
-    assert "987654321" not in text
+    state = gaussian_privatizer(stddev=1.0, key=KEY).init(None)
+    text = show((state, state.stream, optax.EmptyState()))
+    assert "(GaussianPrivatizerState(<secret>), NoiseStream(<secret>), " in text
 
 
 # Dtypes.
@@ -341,7 +331,7 @@ def test_no_noise_returns_the_gradient_bit_for_bit():
         drawing = str(jax.make_jaxpr(privatizer.update)(grads, state))
     assert same.dtype == grads.dtype
     assert np.asarray(same).tobytes() == np.asarray(grads).tobytes()
-    assert next_state.step == 1
+    assert next_state == state
     assert "random_bits" not in drawing
 
 
@@ -361,7 +351,7 @@ def test_edges_of_a_gradient():
 
 
 NOT_FINITE = r"stddev must be a finite number; found .*clip norm"
-ONE_KEY = r"key must be one key.*found"
+ONE_KEY = r"key must be the secret itself.* one key of ChaCha.*found"
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -372,7 +362,7 @@ ONE_KEY = r"key must be one key.*found"
         ("stddev", (-1e-9,), r"stddev must be at least 0 .*found -1"),
         ("stddev", (True, "1", None, np.ones(3)), "must be a real number"),
         ("stddev", (jnp.ones(()),), r"before the step is compiled.*JAX array.*float\(stddev\)"),
-        ("key", (jax.random.split(KEY, 1), jnp.zeros(2), jnp.zeros((), int)), ONE_KEY),
+        ("key", (jax.random.split(KEY, 1), jax.random.key(0), jax.random.PRNGKey(0)), ONE_KEY),
         ("key", (-987654321, b"", True, "987654321", 987654321.0, [987654321]), "^key must "),
     ],
 )
@@ -381,6 +371,13 @@ def test_refused_and_not_shown(name, values, reason):
         with pytest.raises(ValueError, match=reason) as error:
             gaussian_privatizer(**({"stddev": 1.0, "key": KEY} | {name: value}))
         assert "987654321" not in str(error.value)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("state", [KEY, jax.random.PRNGKey(0), 7, None])
+def test_noise_takes_a_stream_and_no_key(state):
+    with pytest.raises(ValueError, match=r"noisy, state = dp\.add_noise\(tree, state, stddev\)"):
+        add_noise(jnp.zeros(3), state, 1.0)
 
 
 @pytest.mark.parametrize("stddev", [1e-40, 1e-30, 2e37, 1e39])
@@ -400,7 +397,7 @@ def test_without_a_key_every_init_is_fresh():
         noises += [first, privatizer.update(grads, state)[0]]
     for i, one in enumerate(noises):
         assert all(share_of_equal(one, other) < 0.04 for other in noises[:i])
-    assert jax.eval_shape(privatizer.init, grads).step.shape == ()
+    assert jax.eval_shape(privatizer.init, grads).stream.key.shape == ()
     quiet = gaussian_privatizer(stddev=0.0)
     np.testing.assert_array_equal(quiet.update(grads, quiet.init(grads))[0], grads)
 
@@ -418,10 +415,11 @@ def test_what_no_counter_can_number_is_refused():
 @pytest.mark.parametrize("platforms", [("tpu",), ("METAL",), ("cpu", "tpu"), ("cuda", "tpu")])
 def test_other_platforms_are_refused_wherever_the_program_is_lowered(platforms):
     noisy = jax.jit(functools.partial(add_noise, stddev=1.0), static_argnames="certified")
+    stream = noise_stream()
     with pytest.raises(ValueError, match=r"certified noise needs float64.*certified=False"):
-        noisy.trace(jnp.zeros(3), KEY).lower(lowering_platforms=platforms)
-    noisy.trace(jnp.zeros(3), KEY, certified=False).lower(lowering_platforms=platforms)
-    noisy.trace(jnp.zeros(3), KEY).lower(lowering_platforms=("cpu", "cuda", "rocm"))
+        noisy.trace(jnp.zeros(3), stream).lower(lowering_platforms=platforms)
+    noisy.trace(jnp.zeros(3), stream, certified=False).lower(lowering_platforms=platforms)
+    noisy.trace(jnp.zeros(3), stream).lower(lowering_platforms=("cpu", "cuda", "rocm"))
 
 
 # In company.
@@ -438,17 +436,18 @@ def test_chain_adds_noise_before_the_optimizer():
         return state, updates
 
     # The state keeps its structure and dtypes, or the scan would refuse it.
-    state, updates = jax.lax.scan(step, chained.init(grads), None, length=3)
+    first = chained.init(grads)
+    state, updates = jax.lax.scan(step, first, None, length=3)
+    noise_state = first[0]
     for t in range(3):
-        noise = noise_of(privatizer, grads, t)["w"]
+        noisy, noise_state = privatizer.update(grads, noise_state)
+        noise = noisy["w"] - grads["w"]
         np.testing.assert_allclose(updates["w"][t], -0.5 * (1 + noise), rtol=1e-5, atol=1e-6)
-    assert state[0].step == 3
+    assert eqx.tree_equal(state[0], noise_state)
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-def test_donated_state_does_not_take_the_callers_key_along(make_key):
-    key = make_key(3)
-    privatizer = gaussian_privatizer(stddev=1.0, key=key)
+def test_donated_state_does_not_take_the_callers_key_along():
+    privatizer = gaussian_privatizer(stddev=1.0, key=(key := jnp.copy(KEY)))
     donating = functools.partial(jax.jit, donate_argnums=1)(privatizer.update)
     first, _ = donating(jnp.zeros(3), privatizer.init(None))
     again, _ = donating(jnp.zeros(3), privatizer.init(None))
@@ -458,24 +457,13 @@ def test_donated_state_does_not_take_the_callers_key_along(make_key):
 
 @pytest.mark.slow
 def test_small_leaves_are_noised_as_alone():
-    """In one kernel with others, whatever their number and dtypes."""
+    """In one kernel with others, whatever their number, sizes and dtypes."""
     privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
-    grads = {"a": jnp.zeros((3, 4)), "b": jnp.ones(70_000), "c": jnp.ones(()), "d": jnp.ones(9)}
+    grads = [jnp.zeros((3, 4)), jnp.ones(70_000), jnp.ones(()), jnp.ones(9)]
     together = noise_of(privatizer, grads)
-    for name, gradient in grads.items():
-        alone = noise_of(privatizer, {name: gradient})
-        np.testing.assert_array_equal(alone[name], together[name])
-
-
-def test_noise_shares_no_key_with_examples():
-    """split(key, n)[i] is fold_in(key, i): one key for both must not make noise of examples."""
-    root = jax.random.key(7)
-    privatizer = gaussian_privatizer(stddev=1.0, key=root)
-    gradients = [jnp.zeros(4)] * 3
-    noisy, _ = privatizer.update(gradients, privatizer.init(gradients))
-    keys = jax.random.split(jax.random.fold_in(root, 0), 3)
-    drawn = jax.vmap(lambda key: jax.random.normal(key, 4))(keys)
-    assert not np.isclose(np.stack(noisy), np.asarray(drawn), atol=1 / 64).all(axis=1).any()
+    for place, gradient in enumerate(grads):
+        alone = noise_of(privatizer, [jnp.zeros((0,))] * place + [gradient])
+        np.testing.assert_array_equal(alone[place], together[place])
 
 
 @pytest.mark.parametrize(
@@ -497,29 +485,25 @@ def test_an_ensemble_gets_no_key_for_all_its_models(around, secret, certified):
     assert share_of_equal(*around(lambda x, state: noise.update(x, state)[0])(grads, states)) < 0.04
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-@pytest.mark.parametrize(
-    "use", [lambda key: gaussian_privatizer(stddev=1, key=key), lambda key: add_noise({}, key, 1)]
-)
-def test_keys_of_small_numbers_warn_and_those_of_rbg_are_refused(make_key, use):
-    with pytest.warns(UserWarning, match="key is small, and can be guessed"):
-        use(make_key(0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        use(jax.random.fold_in(make_key(0), 1))
-    for kind in ("rbg", "unsafe_rbg"):
-        with jax.default_prng_impl(kind), pytest.raises(ValueError, match="one of rbg or unsafe"):
-            use(make_key(0))
+def test_keys_of_small_numbers_warn():
+    for use in (lambda key: gaussian_privatizer(stddev=1, key=key), noise_stream):
+        with pytest.warns(UserWarning, match="key is small, and can be guessed"):
+            use(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            use(2**127)
 
 
-@pytest.mark.parametrize("key", [2**200 + 1, KEY, jax.random.key_data(KEY)])
+@pytest.mark.parametrize("key", [2**200 + 1, KEY])
 def test_a_compiled_init_holds_no_secret(key):
     privatizer = gaussian_privatizer(stddev=1.0, key=key)
     traced = jax.jit(privatizer.init).trace(jnp.zeros(3))
-    words = np.asarray(jax.random.key_data(privatizer.init(None).key))
+    secret = key_from_secret(key, "noise") if isinstance(key, int) else key
+    keys = secret, privatizer.init(jnp.zeros(3)).stream.key
+    words = np.concatenate([*map(jax.random.key_data, keys)])
     texts = str(traced.jaxpr), traced.lower().as_text(), traced.lower().compile().as_text()
     assert not any(str(word) in text for word in words if word for text in texts)
     inits = privatizer.init, jax.jit(privatizer.init)
     np.testing.assert_array_equal(
-        *(privatizer.update(jnp.zeros(9), init(None))[0] for init in inits)
+        *(privatizer.update(jnp.zeros(9), init(jnp.zeros(9)))[0] for init in inits)
     )

@@ -41,27 +41,29 @@ def test_with_rules(kind, spec):
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
 def test_without_rules(spec):
     gradients = jnp.zeros((64, 16, 3, 3))
-    expected, _ = ALONE.update(gradients, ALONE.init(None))
+    expected, _ = ALONE.update(gradients, ALONE.init(gradients))
     spread = jax.device_put(gradients, NamedSharding(mesh_of("auto", data=4), spec))
     update = jax.jit(ALONE.update)
-    found, _ = update(spread, ALONE.init(None))
+    found, _ = update(spread, ALONE.init(gradients))
     np.testing.assert_array_equal(found, expected)
     assert found.sharding.is_equivalent_to(spread.sharding, 4)
-    assert collectives(update.lower(spread, ALONE.init(None)).compile().as_text()) == []
+    assert collectives(update.lower(spread, ALONE.init(gradients)).compile().as_text()) == []
 
 
 def test_in_a_shard_map():
-    key, mesh = jax.random.key(1), mesh_of("auto", data=8)
-    inside = jax.shard_map(
-        lambda g: dp.add_noise(g, key, 1.0), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-    )
-    np.testing.assert_array_equal(
-        jax.jit(inside)(jnp.zeros(5)), dp.add_noise(jnp.zeros(5), key, 1.0)
-    )
+    def noisy(g, state):
+        return dp.add_noise(g, state, 1.0)[0]
+
+    places = {"mesh": mesh_of("auto", data=8), "in_specs": (P(), P()), "out_specs": P()}
+    inside = jax.jit(jax.shard_map(noisy, check_vma=False, **places))
+    given = jnp.zeros(5), dp.noise_stream(1)
+    np.testing.assert_array_equal(inside(*given), noisy(*given))
 
 
 @pytest.mark.optimized
 def test_a_wide_leaf_is_one_kernel_without_memory_beside_it():
     gradients = jnp.zeros((300, 400))
-    program = jax.jit(ALONE.update, donate_argnums=0).lower(gradients, ALONE.init(None)).compile()
+    program = (
+        jax.jit(ALONE.update, donate_argnums=0).lower(gradients, ALONE.init(gradients)).compile()
+    )
     assert program.memory_analysis().temp_size_in_bytes < 0.1 * gradients.nbytes

@@ -259,7 +259,7 @@ def test_a_gradient_of_another_sensitivity_is_refused(relation, bound, factor, r
     plan = dataclasses.replace(PLAN, neighboring_relation=relation)
     grad_fn = jax.jit(gradient()) if bound is None else FakeGradFn(bound, factor)
     with pytest.raises(ValueError, match=reason.replace("RELATION", relation.name)):
-        plan.privatizer(grad_fn, jax.random.key(0))
+        plan.privatizer(grad_fn, 0)
 
 
 # Sampling and noise take their numbers from the plan.
@@ -281,7 +281,7 @@ class FakeGradFn:
 @pytest.mark.parametrize("bound", [0.5, 3.0])
 def test_privatizer_has_the_plans_noise(relation, bound):
     plan = dataclasses.replace(PLAN, neighboring_relation=relation)
-    key, grads = jax.random.key(1), jnp.zeros(100_000)
+    key, grads = 1, jnp.zeros(100_000)
     privatizer = plan.privatizer(FakeGradFn(bound), key)
     noise, _ = privatizer.update(grads, privatizer.init(grads))
     stddev = 2.0 * bound * (2 if relation is REPLACE_ONE else 1)
@@ -392,12 +392,12 @@ def test_noise_follows_the_policy_of_the_gradients():
     with jax.enable_x64(True):
         wide = dp.parse_policy("params=float32,noise=float64")
         grad_fn = dp.filter_clipped_grad(lambda m, x: m * x, l2_clip_norm=1.0, policy=wide)
-        privatizer = PLAN.privatizer(grad_fn, key=jax.random.key(0))
+        privatizer = PLAN.privatizer(grad_fn, key=0)
         noisy, _ = privatizer.update(jnp.zeros(3, jnp.float32), privatizer.init(None))
         assert noisy.dtype == np.float64
     other = dp.parse_policy("a=bf16,n=bf16,unsafe=true")
     with pytest.raises(ValueError, match="give both the same"):
-        PLAN.privatizer(grad_fn, key=jax.random.key(0), policy=other)
+        PLAN.privatizer(grad_fn, key=0, policy=other)
 
 
 def test_json_of_earlier_releases_is_read():

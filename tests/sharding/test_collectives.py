@@ -38,7 +38,7 @@ def program(accumulators, kind, **options):
     """What a device does in a step: clipped gradients and noise."""
     rules = dp.ShardingRules(mesh_of(kind, data=8), accumulators=accumulators)
     grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, sharding=rules, **options)
-    privatizer = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(0), sharding=rules)
+    privatizer = dp.gaussian_privatizer(stddev=1.0, key=0, sharding=rules)
 
     def step(model, state, is_padding_example, *batch):
         grads = grad_fn(model, *batch, is_padding_example=is_padding_example)

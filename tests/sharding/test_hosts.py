@@ -38,7 +38,7 @@ def train(place=None, channel=None):
         sharding=rules,
         normalize_by=PLAN.sampling_prob * NUM_EXAMPLES,
     )
-    privatizer = PLAN.privatizer(grad_fn, key=jax.random.key(1))
+    privatizer = PLAN.privatizer(grad_fn, key=1)
     optimizer = optax.chain(privatizer, optax.sgd(0.5))
     sampler = PLAN.sampler(NUM_EXAMPLES, seed=2, pad_to=8 // hosts, hosts=hosts, host=host)
 

@@ -49,7 +49,7 @@ def test_where_float32_would_cost_one_percent(slots, dtype, accumulators):
 def test_the_check_of_precision_allows_it():
     grad_fn, arguments = gradient(8)
     policy = dp.load_policy("float32")
-    privatizer = dp.gaussian_privatizer(stddev=1.0, key=jax.random.key(1))
+    privatizer = dp.gaussian_privatizer(stddev=1.0, key=1)
 
     def step(model, x):
         noisy, _ = privatizer.update(grad_fn(model, x), privatizer.init(model))

@@ -26,7 +26,7 @@ def test_no_printed_form_no_pickle_and_no_error_shows_a_secret(seed):
     with pytest.raises(ValueError, match="examples") as error:
         step(state, XS[:4], YS[:3], is_padding_example=MASK[:4])
     keys = np.concatenate(
-        [jax.random.key_data(k) for k in (state.opt_state[0].key, state.opt_state.key)]
+        [jax.random.key_data(k) for k in (state.opt_state[0].stream.key, state.opt_state.key)]
     )
     secrets_of_it = [*map(str, keys.tolist()), repr(sampler.seed)[2:10], "key<"]
     secrets_of_it += [] if seed is None else [str(seed)[:10]]
@@ -84,11 +84,10 @@ def test_a_small_seed_is_told(make_with):
             make_with(seed)
 
 
-def test_a_parameter_with_the_name_of_the_released_count_is_refused():
-    model, quantile = {"count of norms": jnp.ones(())}, dp.clipping.Quantile()
-    step = make(loss=lambda model, x, y: model["count of norms"] * y, l2_clip_norm=quantile)
-    with pytest.raises(ValueError, match="both would get the same noise"):
-        step(step.init(model), XS, YS, is_padding_example=MASK)
+def test_the_released_count_has_noise_of_its_own():
+    step = make(loss=lambda model, x, y: model * y, l2_clip_norm=dp.clipping.Quantile())
+    state = step(step.init(jnp.ones(())), XS, YS, is_padding_example=MASK)
+    assert int(state.opt_state.noise.stream.counter[0]) == 2
 
 
 def test_arguments_that_are_missing_are_named():

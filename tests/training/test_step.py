@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.privacy import fold_text, key_from_secret
+from eqx_dp.privacy import GaussianPrivatizerState, fold_text, key_from_secret, stream_of
 from tests.training import runs
 from tests.training.runs import NUM_EXAMPLES, XS, YS, assert_same, leaves, seeded, small_model
 
@@ -52,8 +52,7 @@ def test_a_step_is_the_loop_written_out():
         runs.loss, l2_clip_norm=1.0, normalize_by=plan.sampling_prob * NUM_EXAMPLES
     )
     step = seeded(plan, adam)
-    noise = plan.privatizer(grad_fn, key=key_of("noise"))
-    optimizer = optax.chain(noise, adam)
+    optimizer = optax.chain(plan.privatizer(grad_fn), adam)
     sampler = step.sampler()
 
     @eqx.filter_jit
@@ -64,6 +63,7 @@ def test_a_step_is_the_loop_written_out():
         return eqx.apply_updates(model, updates), opt_state
 
     expected, opt_state = model, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    opt_state = (GaussianPrivatizerState(stream_of(key_of("noise"))), *opt_state[1:])
     for t in range(steps):
         indices, mask = sampler.batch(t)
         expected, opt_state = by_hand(expected, opt_state, XS[indices], YS[indices], mask)
@@ -72,7 +72,7 @@ def test_a_step_is_the_loop_written_out():
     assert int(state.step) == steps
     assert_same(state.model, expected)
     assert_same(state.opt_state[1], opt_state[1])
-    assert_same(state.opt_state[0].step, opt_state[0].step)
+    assert_same(state.opt_state[0].stream.counter, opt_state[0].stream.counter)
     assert not np.array_equal(leaves(state.model)[0], leaves(model)[0])
 
 
