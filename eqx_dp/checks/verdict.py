@@ -104,8 +104,8 @@ _ADD_NOISE = (
     "plan.privatizer comes first in the optimizer's chain; without optax, dp.add_noise."
 )
 _BY_HAND = (
-    "The check knows the noise of dp.add_noise(grads, state, stddev) and of plan.privatizer, and no "
-    "other: use one of them in place of jax.random.normal."
+    "The check knows the noise of dp.add_noise(grads, state, stddev) and of plan.privatizer alone: "
+    "use one of them in place of jax.random.normal."
 )
 _LEAVE_OUT = (
     "Leave it out of the results, also as a mean. If you release it without noise on purpose, "

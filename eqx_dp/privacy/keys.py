@@ -160,9 +160,9 @@ def refuse_to_pickle(self: object) -> NoReturn:
     )
 
 
-def without_key(holder: object) -> str:
+def without_key(self: object) -> str:
     """The `__repr__` of what holds a key: JAX would print its bits."""
-    return f"{type(holder).__name__}(<secret>)"
+    return f"{type(self).__name__}(<secret>)"
 
 
 def printed_without_key(holder: object, **_: Any) -> TextDoc:

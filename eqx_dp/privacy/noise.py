@@ -24,9 +24,9 @@ from .stream import NoiseStream, checked_stream, first_stream
 
 
 class GaussianPrivatizerState(NamedTuple):
-    """State of `gaussian_privatizer`: all that the noise of later steps depends on. **Secret.**
+    """State of `gaussian_privatizer`: all that the noise of later steps depends on.
 
-    Do not save it, and let `init` draw another one at the next start.
+    **Secret**: do not save it, and let `init` draw another one at the next start.
 
     Attributes:
         stream: of the noise.

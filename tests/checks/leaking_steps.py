@@ -20,7 +20,6 @@ from jax.random import bernoulli, bits, fold_in, key_data, normal, split, unifor
 
 import eqx_dp as dp
 from tests.checks.privacy_steps import (
-    begun,
     CLASSES,
     EXPECTED,
     NUM_EXAMPLES,
@@ -34,6 +33,7 @@ from tests.checks.privacy_steps import (
     Case,
     absolute_error,
     added,
+    begun,
     beside,
     by_hand,
     by_leaf,
