@@ -208,7 +208,7 @@ def test_a_state_that_was_used_up_is_named():
     used = step.init(small_model())
     state = step(used, XS[:4], YS[:4], is_padding_example=mask)
     advice = "Go on with the state that the step returned"
-    with pytest.raises(ValueError, match=rf"state\.model\.weight and \d more: .*{advice}"):
+    with pytest.raises(ValueError, match=rf"state\.model\.weight and \d+ more: .*{advice}"):
         step(used, XS[:4], YS[:4], is_padding_example=mask)
     with pytest.raises(ValueError, match=r"model\.weight and 1 more: the array is gone"):
         step.init(used.model)
