@@ -283,9 +283,7 @@ def compile_step(policy: dp.Policy) -> Step:
     grad_fn = dp.filter_clipped_grad(
         digits.loss, l2_clip_norm=digits.CLIP_NORM, policy=policy, normalize_by=number
     )
-    privatizer = dp.gaussian_privatizer(
-        stddev=4 * grad_fn.l2_norm_bound, key=jax.random.key(1), policy=policy
-    )
+    privatizer = dp.gaussian_privatizer(stddev=4 * grad_fn.l2_norm_bound, policy=policy)
     arrays, rest = eqx.partition(model, eqx.is_array)
 
     def step(

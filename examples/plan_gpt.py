@@ -218,10 +218,8 @@ def clipped_grad(task: Task) -> Any:
 
 
 def optimizer_of(task: Task) -> optax.GradientTransformation:
-    """Adam, behind the noise. A fixed key: nothing is drawn here."""
-    noise = dp.gaussian_privatizer(
-        stddev=CLIP_NORM, key=jax.random.key(0), policy=task.policy, sharding=task.rules
-    )
+    """Adam, behind the noise."""
+    noise = dp.gaussian_privatizer(stddev=CLIP_NORM, policy=task.policy, sharding=task.rules)
     return optax.chain(noise, optax.adam(1e-3))
 
 
