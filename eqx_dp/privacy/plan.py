@@ -191,7 +191,7 @@ class PrivacyPlan(AccountedPlan):
         Args:
             grad_fn: What `filter_clipped_grad` or `filter_value_and_clipped_grad` returned.
             key: None for fresh randomness. Or a secret, to repeat an experiment: a number of any
-                size, bytes, or one JAX key; see `gaussian_privatizer`.
+                size, bytes, or one key of ChaCha; see `gaussian_privatizer`.
             policy: As for `gaussian_privatizer`; by default the one that `grad_fn` was made with.
             sharding: As for `gaussian_privatizer`; by default the rules that `grad_fn` was made
                 with.
