@@ -1,11 +1,9 @@
 """Following one example through the differentiated program of its loss, before `vmap` maps it."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import jax.extend.core as jex_core
 
 from ..programs import (
@@ -22,7 +20,7 @@ from ..programs import (
 )
 from .facts import OWN, SHARED, SUM, Fact, Meeting, joined
 from .mapping import may_unmap, stay_mapped
-from .primitives import HOLDING, REDUCTIONS, REFERENCES, STATEFUL, is_engines, keeps_apart
+from .primitives import REDUCTIONS, REFERENCES, STATEFUL, is_engines, keeps_apart
 from .steering import is_steering, stops
 
 
@@ -97,13 +95,8 @@ class Judge:
         def either(one: Fact, other: Fact) -> Fact:
             return joined([one, other], equation)
 
-        if equation.primitive.name in HOLDING:
-            # Implemented in JAX: vmap maps the program of the implementation in its place.
-            run = functools.partial(equation.primitive.impl, **equation.params)
-            body = jax.make_jaxpr(run)(*(variable.aval for variable in equation.invars))
-            return self.program(body, inputs)
         match inside(equation):
-            case Call("custom_vmap") | None:
+            case Call("custom_vmap" | "own") | None:
                 return None
             case Call(body=body):
                 return self.program(body, inputs)

@@ -34,9 +34,6 @@ ATTENTION = frozenset(name for name in OF_LAX if name.startswith("dot_product_at
 _MIXING = named("custom_vmap_call regularized_incomplete_beta")
 _MEETING = REFERENCES | STATEFUL | REDUCTIONS | _MIXING
 
-HOLDING = named("linear_solve")
-"""Primitives of lineax whose implementation is a program, which vmap maps."""
-
 # The random numbers of a batch of other keys all come from the first of them.
 _APART = ("key<fry>", "key<chacha12>", "key<chacha20>")
 GENERATORS: dict[str, tuple[str, ...]] = {

@@ -11,12 +11,11 @@ def refusal(meeting: Meeting) -> ValueError:
     name, axes = equation.primitive.name, primitives.axes_named(equation)
     line = meeting.line or own_line(equation) or source_line(equation)
     over = f" over the axis {', '.join(sorted(map(repr, axes)))}," if axes else ""
-    meet = "meet" if primitives.is_known(equation) else "may meet"
     default = _OF_AXES if axes else _OF_ANY
     advice = next((advice for names, advice in _ADVICE.items() if name in names), default)
     return ValueError(
-        f"Examples {meet} in the gradient of the loss, by '{name}'{over} at {line}. What one "
-        f"example adds to the sum must depend on that example alone. {advice}"
+        f"One example's gradient may depend on other examples, by '{name}'{over} at {line}. What "
+        f"one example adds to the sum must depend on that example alone. {advice}"
     )
 
 

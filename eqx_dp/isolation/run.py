@@ -8,9 +8,10 @@ import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.extend.core.primitives import closed_call_p
 from jaxtyping import Array, PyTree
 
-from ..programs import channels_last, safe_in_conditionals
+from ..programs import channels_last, implementation, rewritten, safe_in_conditionals
 from .facts import OWN, Meeting
 from .judge import Judge
 from .mapping import is_mapped
@@ -28,8 +29,9 @@ def run_apart(
 
     Guarantee: of every result that has examples in front, the entries of one example depend on that
     example alone and on what `one` closes over. The proof is on the program of `one` for one
-    example, in which the user's derivative rules have been applied (`Judge` says how). `jax.vmap`
-    maps that same program, and it is run (on a CPU with convolutions written channels last, and
+    example, in which the user's derivative rules have been applied, and primitives that bring a
+    batching rule along are replaced by what implements them (`Judge` says how). `jax.vmap` maps
+    that same program, and it is run (on a CPU with convolutions written channels last, and
     under JAX 0.10 with some products clamped between the infinities, which does not change them).
     The exception are sums of the engine, of functions that `of_one` made: such a result has no
     examples in front.
@@ -50,6 +52,7 @@ def run_apart(
         # A program is evaluated within this mesh. What is traced within it is not traced again.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
             program, shapes = jax.make_jaxpr(one, return_shape=True)(*values)
+        program = rewritten(program, _implemented)
         leaves, judge = jax.tree.leaves(values), Judge(may_be_trusted(loss))
         facts = judge.program(program, [OWN] * len(leaves))
         for fact in [*facts, *judge.remembered]:
@@ -103,3 +106,11 @@ def of_one(of_batch: Callable[..., tuple[Array, Any]], size: int = 1) -> Callabl
         return (own, sums), (True, jax.tree.map(lambda _: False, sums))
 
     return one
+
+
+def _implemented(equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn] | None:
+    """A call of the implementation, in place of a primitive with a batching rule of its own."""
+    if (body := implementation(equation)) is None:
+        return None
+    params = {"call_jaxpr": rewritten(body, _implemented)}
+    return [equation.replace(primitive=closed_call_p, params=params)]

@@ -13,6 +13,7 @@ from .inside import ShardMap as ShardMap
 from .inside import While as While
 from .inside import closed as closed
 from .inside import equations as equations
+from .inside import implementation as implementation
 from .inside import inside as inside
 from .inside import open_jaxpr as open_jaxpr
 from .inside import programs_of as programs_of
@@ -47,6 +48,7 @@ from .operations import has_free_dimensions as has_free_dimensions
 from .operations import matmul_flops as matmul_flops
 from .ragged import with_masked_products as with_masked_products
 from .rewriting import inlined as inlined
+from .rewriting import rewritten as rewritten
 from .shardings import PLACEMENTS as PLACEMENTS
 from .shardings import result_sharding as result_sharding
 from .shardings import shardings as shardings

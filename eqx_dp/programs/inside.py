@@ -1,30 +1,31 @@
 """The programs inside an equation, and how the equation's operands map to theirs.
 
 This file alone knows how JAX's equations hold a call, a rematerialised function, a derivative rule,
-a loop, a branch and a shard_map. It was written for JAX 0.10 and 0.11, whose parameters differ.
+a loop, a branch and a shard_map. It was written for JAX 0.10 to 0.12, whose parameters differ.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
+import jax
 import jax.extend.core as jex_core
 from jax.extend.core import primitives as jax_primitives
 from jax.sharding import PartitionSpec
 
 Value = TypeVar("Value")
 
-Wrapper: TypeAlias = Literal["jit", "remat", "custom_jvp", "custom_vjp", "custom_vmap"]
-
-_PALLAS = "pallas_call"  # JAX gives no object for it, and for some of those in HOLDERS
+Wrapper: TypeAlias = Literal["jit", "remat", "custom_jvp", "custom_vjp", "custom_vmap", "own"]
 
 
 class Call(NamedTuple):
     """One program; its operands and results are those of the equation.
 
     Attributes:
-        wrapper: `jit` (or no transformation), `jax.checkpoint`, a derivative rule, or a batching
-            rule. For a rule, the program is the function without it.
+        wrapper: `jit` (or no transformation), `jax.checkpoint`, a derivative rule, a batching
+            rule, or all rules (`own`: see [`implementation`][]). For a rule, the program is the
+            function without it.
         body: the program.
     """
 
@@ -131,8 +132,24 @@ def inside(equation: jex_core.JaxprEqn) -> Inside | None:
     The program of a scatter or a reduction combines two numbers, and a Pallas kernel describes
     blocks of memory: neither is a program on the equation's operands.
     """
+    if (body := implementation(equation)) is not None:
+        return Call("own", body)
     read = HOLDERS.get(equation.primitive.name)
     return None if read is None else read(equation.params)
+
+
+def implementation(equation: jex_core.JaxprEqn) -> jex_core.ClosedJaxpr | None:
+    """The program of a primitive that brings all its rules along; None for any other primitive.
+
+    Those are the `HiPrim`s of JAX 0.12 (`jnp.searchsorted` is one) and lineax' linear solve.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name == "call_hi_primitive":
+        return jax.make_jaxpr(params["_prim"].expand)(*params["_prim"].in_avals)
+    if name != "linear_solve":
+        return None
+    run = functools.partial(equation.primitive.impl, **params)
+    return jax.make_jaxpr(run)(*(variable.aval for variable in equation.invars))
 
 
 def closed(program: Any) -> jex_core.ClosedJaxpr:
@@ -148,8 +165,10 @@ def open_jaxpr(program: Any) -> jex_core.Jaxpr:
 
 
 def programs_of(equation: jex_core.JaxprEqn) -> list[jex_core.Jaxpr]:
-    """All programs among an equation's parameters, for any purpose."""
-    return [open_jaxpr(program) for program in jex_core.jaxprs_in_params(equation.params)]
+    """All programs among an equation's parameters, or its implementation, for any purpose."""
+    body = implementation(equation)
+    held = jex_core.jaxprs_in_params(equation.params) if body is None else [body]
+    return [open_jaxpr(program) for program in held]
 
 
 def equations(program: Any) -> Iterator[jex_core.JaxprEqn]:
@@ -165,7 +184,7 @@ def with_programs(equation: jex_core.JaxprEqn, changed: Callable[[Any], Any]) ->
 
     A Pallas kernel does not change: it describes blocks of memory.
     """
-    if equation.primitive.name == _PALLAS:
+    if equation.primitive.name == "pallas_call":
         return equation.params
     return {name: _changed(value, changed) for name, value in equation.params.items()}
 

@@ -124,12 +124,6 @@ def scanned(
         outputs, found = run([*consts, *carry, *slices], given)
         return outputs[: scan.num_carry], (outputs[scan.num_carry :], found)
 
-    carry, (outputs, found) = jax.lax.scan(
-        body,
-        carry,
-        (slices, given),
-        length=scan.length,
-        reverse=equation.params["reverse"],
-        unroll=equation.params["unroll"],
-    )
+    options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
+    carry, (outputs, found) = jax.lax.scan(body, carry, (slices, given), **options)
     return [*carry, *outputs], found

@@ -7,17 +7,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 
-from .inside import (
-    Call,
-    Cond,
-    LinearSolve,
-    Scan,
-    ShardMap,
-    While,
-    inside,
-    open_jaxpr,
-    programs_of,
-)
+from .inside import Call, Cond, LinearSolve, Scan, ShardMap, While, inside, open_jaxpr, programs_of
 
 
 def matmul_flops(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:

@@ -6,9 +6,7 @@ import jax.extend.core as jex_core
 from jax.extend.core.primitives import device_put_p, jit_p, sharding_constraint_p
 from jax.sharding import NamedSharding
 
-_RESHARD, _PVARY = "reshard", "pvary"  # JAX gives no object for these
-
-PLACEMENTS = frozenset({sharding_constraint_p.name, device_put_p.name, _RESHARD, _PVARY})
+PLACEMENTS = frozenset({sharding_constraint_p.name, device_put_p.name, "reshard", "pvary"})
 """The primitives that say where a value lives, and do not change the value."""
 
 
@@ -21,7 +19,7 @@ def shardings(equation: jex_core.JaxprEqn) -> dict[int, Any]:
     params, results = equation.params, len(equation.invars)
     if equation.primitive is sharding_constraint_p:
         return {results: params["sharding"]}
-    if equation.primitive.name == _RESHARD:
+    if equation.primitive.name == "reshard":
         return {results: params["dst_sharding"]}
     if equation.primitive is device_put_p:
         found = enumerate(params["devices"], results)
