@@ -96,7 +96,7 @@ class Judge:
             return joined([one, other], equation)
 
         match inside(equation):
-            case Call("custom_vmap" | "own") | None:
+            case Call("custom_vmap" | "high") | None:
                 return None
             case Call(body=body):
                 return self.program(body, inputs)

@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core.primitives import closed_call_p
 from jaxtyping import Array, PyTree
 
-from ..programs import channels_last, implementation, rewritten, safe_in_conditionals
+from ..programs import Call, channels_last, inside, rewritten, safe_in_conditionals
 from .facts import OWN, Meeting
 from .judge import Judge
 from .mapping import is_mapped
@@ -29,12 +29,11 @@ def run_apart(
 
     Guarantee: of every result that has examples in front, the entries of one example depend on that
     example alone and on what `one` closes over. The proof is on the program of `one` for one
-    example, in which the user's derivative rules have been applied, and primitives that bring a
-    batching rule along are replaced by what implements them (`Judge` says how). `jax.vmap` maps
-    that same program, and it is run (on a CPU with convolutions written channels last, and
-    under JAX 0.10 with some products clamped between the infinities, which does not change them).
-    The exception are sums of the engine, of functions that `of_one` made: such a result has no
-    examples in front.
+    example, in which the user's derivative rules have been applied, and what implements a `HiPrim`
+    stands in its place (`Judge` says how). `jax.vmap` maps that same program, and it is run (on a
+    CPU with convolutions written channels last, and under JAX 0.10 with some products clamped
+    between the infinities, which does not change them). The exception are sums of the engine, of
+    functions that `of_one` made: such a result has no examples in front.
 
     Args:
         one: takes the arrays of one example.
@@ -109,8 +108,10 @@ def of_one(of_batch: Callable[..., tuple[Array, Any]], size: int = 1) -> Callabl
 
 
 def _implemented(equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn] | None:
-    """A call of the implementation, in place of a primitive with a batching rule of its own."""
-    if (body := implementation(equation)) is None:
-        return None
-    params = {"call_jaxpr": rewritten(body, _implemented)}
-    return [equation.replace(primitive=closed_call_p, params=params)]
+    """A call of the implementation, in place of a `HiPrim` with its batching rule."""
+    match inside(equation):
+        case Call("high", body):
+            params = {"call_jaxpr": rewritten(body, _implemented)}
+            return [equation.replace(primitive=closed_call_p, params=params)]
+        case _:
+            return None

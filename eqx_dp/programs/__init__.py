@@ -13,7 +13,6 @@ from .inside import ShardMap as ShardMap
 from .inside import While as While
 from .inside import closed as closed
 from .inside import equations as equations
-from .inside import implementation as implementation
 from .inside import inside as inside
 from .inside import open_jaxpr as open_jaxpr
 from .inside import programs_of as programs_of

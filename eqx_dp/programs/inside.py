@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec
 
 Value = TypeVar("Value")
 
-Wrapper: TypeAlias = Literal["jit", "remat", "custom_jvp", "custom_vjp", "custom_vmap", "own"]
+Wrapper: TypeAlias = Literal[
+    "jit", "remat", "custom_jvp", "custom_vjp", "custom_vmap", "own", "high"
+]
 
 
 class Call(NamedTuple):
@@ -24,8 +26,8 @@ class Call(NamedTuple):
 
     Attributes:
         wrapper: `jit` (or no transformation), `jax.checkpoint`, a derivative rule, a batching
-            rule, or all rules (`own`: see [`implementation`][]). For a rule, the program is the
-            function without it.
+            rule, or all rules (lineax' `own`, JAX's `high`: see [`implementation`][]). For a rule,
+            the program is the function without it.
         body: the program.
     """
 
@@ -133,7 +135,7 @@ def inside(equation: jex_core.JaxprEqn) -> Inside | None:
     blocks of memory: neither is a program on the equation's operands.
     """
     if (body := implementation(equation)) is not None:
-        return Call("own", body)
+        return Call("own" if equation.primitive.name == "linear_solve" else "high", body)
     read = HOLDERS.get(equation.primitive.name)
     return None if read is None else read(equation.params)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
-from jax.experimental import io_callback, pallas
+from jax.experimental import hijax, io_callback, pallas
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, PartitionSpec
@@ -319,6 +319,24 @@ def test_what_another_function_on_the_host_has_seen_is_not_read():
 
     with pytest.raises(ValueError, match="'io_callback'"):
         run_apart(function, NO_LOSS, EXAMPLES)
+
+
+def test_a_batching_rule_that_a_primitive_brings_along_is_not_used():
+    """A rule by which an example would get the sum of all."""
+
+    class Doubled(getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive):
+        def __init__(self, aval):
+            self.in_avals, self.out_aval, self.params = (aval,), aval, {}
+            super().__init__()
+
+        def expand(self, x):
+            return x * 2
+
+        def batch(self, axis, args, dims):
+            return args[0].sum(0), None
+
+    doubled = lambda x: jax.jit(Doubled(jax.typeof(x)))(x)  # noqa: E731
+    np.testing.assert_array_equal(run_apart(doubled, NO_LOSS, EXAMPLES), EXAMPLES * 2)
 
 
 # The engine's own sums
