@@ -145,13 +145,13 @@ def implementation(equation: jex_core.JaxprEqn) -> jex_core.ClosedJaxpr | None:
 
     Those are the `HiPrim`s of JAX 0.12 (`jnp.searchsorted` is one) and lineax' linear solve.
     """
-    name, params = equation.primitive.name, equation.params
-    if name == "call_hi_primitive":
-        return jax.make_jaxpr(params["_prim"].expand)(*params["_prim"].in_avals)
-    if name != "linear_solve":
+    primitive: Any = equation.primitive
+    held_as = {"linear_solve": "impl", "call_hi_primitive": "to_lojax"}.get(primitive.name)
+    if held_as is None:
         return None
-    run = functools.partial(equation.primitive.impl, **params)
-    return jax.make_jaxpr(run)(*(variable.aval for variable in equation.invars))
+    run = functools.partial(getattr(primitive, held_as), **equation.params)
+    with cast(Any, equation.ctx).manager:
+        return jax.make_jaxpr(run)(*(variable.aval for variable in equation.invars))
 
 
 def closed(program: Any) -> jex_core.ClosedJaxpr:

@@ -88,7 +88,7 @@ def example_program(
         raise
 
 
-_OF_MESHES = ("evenly divide", "ontext mesh", "should match", "AbstractMesh", "lowering_platforms")
+_OF_MESHES = ("evenly divide", "ontext mesh", "Explicit`", "AbstractMesh", "lowering_platforms")
 _ON_EXPLICIT_AXES = (
     "While it is traced, the example axes have length one, the others keep theirs. A dimension "
     "that carries examples cannot be spread over an axis that the rules do not name: take the axis "
