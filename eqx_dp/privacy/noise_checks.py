@@ -27,7 +27,7 @@ Purpose = Literal["init", "noise", "noise that is not certified"]
 
 # A primitive, because JAX asks its rules what a Python function cannot see: whether it is under
 # `vmap`, also where nothing is mapped, and which platforms a program is lowered for. Nothing else
-# here defines one. It was written for JAX 0.10 and 0.11.
+# here defines one. It was written for JAX 0.10 to 0.12.
 _noise_key: Any = Primitive("eqx_dp_noise_key")
 
 

@@ -1,7 +1,7 @@
 """Derivative rules, which equations hold as Python code, as programs.
 
 This file alone knows how `jax.custom_jvp` and `jax.custom_vjp` leave them in an equation. It was
-written for JAX 0.10 and 0.11.
+written for JAX 0.10 to 0.12.
 """
 
 from collections.abc import Callable, Sequence
