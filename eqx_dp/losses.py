@@ -1,11 +1,11 @@
-"""Types of losses and clip norms, so that type checkers find missing arguments of a call.
+"""Types of losses and clip norms, so that type checkers find mistakes in a call.
 
-A type gives the number of arguments of a loss after the model, but not their types: a loss takes an
-example, and a call of its clipped gradient a batch, which may be numpy's.
+A call of a clipped gradient takes the model that the loss takes, and as many further arguments. The
+types of these are free: a loss takes an example, and a call a batch, which may be numpy's.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, SupportsFloat, TypeAlias
+from typing import Any, Concatenate, ParamSpec, Protocol, SupportsFloat, TypeAlias, TypeVar
 
 import equinox as eqx
 
@@ -20,16 +20,31 @@ ClipNorms: TypeAlias = (
 """One clip norm, a tree of them, or a rule."""
 
 
-class _KeyedLoss1(Protocol):
-    def __call__(self, model: Any, x: Any, /, *, key: Any) -> Any: ...
+Model = TypeVar("Model")
+Aux = TypeVar("Aux")
+Example = ParamSpec("Example")
+
+Scalar: TypeAlias = SupportsFloat | complex  # not a pair
+
+Loss: TypeAlias = Callable[Concatenate[Model, Example], Scalar]
+"""`loss(model, *example)`, or with a `key` as well."""
+
+LossWithAux: TypeAlias = Callable[Concatenate[Model, Example], tuple[Scalar, Aux]]
+"""The same, with `has_aux=True`."""
 
 
-class _KeyedLoss2(Protocol):
-    def __call__(self, model: Any, x: Any, y: Any, /, *, key: Any) -> Any: ...
+class KeyedOne(Protocol):  # noqa: D101
+    def __call__(self, x: Any, /, *, key: Any) -> Any: ...  # noqa: D102
 
 
-Loss1: TypeAlias = Callable[[Any, Any], Any] | _KeyedLoss1
-"""`loss(model, x)`, or with a `key` as well."""
+class KeyedTwo(Protocol):  # noqa: D101
+    def __call__(self, x: Any, y: Any, /, *, key: Any) -> Any: ...  # noqa: D102
 
-Loss2: TypeAlias = Callable[[Any, Any, Any], Any] | _KeyedLoss2
-"""`loss(model, x, y)`, or with a `key` as well."""
+
+class _Many(Protocol):
+    def __call__(self, /, *example: Any) -> Any: ...
+
+
+ThreeOrMore: TypeAlias = (
+    Callable[[Any, Any, Any], Any] | Callable[[Any, Any, Any, Any], Any] | _Many
+)

@@ -3,12 +3,13 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Literal, Required, TypeAlias, TypeVar, overload
 
 import equinox as eqx
 from jaxtyping import Array
+from typing_extensions import TypedDict, Unpack
 
-from ..losses import ClipNorms
+from ..losses import Aux, ClipNorms, Example, Loss, LossWithAux, Model
 from ..precision import JmpPolicy, Policy
 from ..sharding import ShardingRules
 from ..shown import shown
@@ -18,11 +19,13 @@ from .clip import PerExample
 from .clipped_grad import ClippedGrad, gradients_alone
 
 # Gradients are a PyTree to type checkers, as in Equinox: optax's annotations know no modules.
-_Aux = TypeVar("_Aux")
-_Loss = TypeVar("_Loss", bound=Callable[..., Any])
+_Grads: TypeAlias = PyTree[Array]
+_Values: TypeAlias = tuple[PerExample, PyTree[Array]]
+_Result = TypeVar("_Result")
+_Made: TypeAlias = ClippedGrad[Model, _Result, Callable[Example, Any]]
 
 
-class ClippingOptions(TypedDict, total=False):
+class _Options(TypedDict, total=False):
     """The options of both functions, for type checkers; [`filter_clipped_grad`][] explains them."""
 
     l2_clip_norm: Required[ClipNorms]
@@ -39,23 +42,20 @@ class ClippingOptions(TypedDict, total=False):
 
 @overload
 def filter_clipped_grad(
-    fun: _Loss, *, has_aux: Literal[False] = False, **options: Unpack[ClippingOptions]
-) -> ClippedGrad[PyTree[Array], _Loss]: ...
+    fun: Loss[Model, Example], *, has_aux: Literal[False] = False, **options: Unpack[_Options]
+) -> _Made[Model, _Grads, Example]: ...
 @overload
 def filter_clipped_grad(
-    fun: Callable[..., tuple[Any, _Aux]],
-    *,
-    has_aux: Literal[True],
-    **options: Unpack[ClippingOptions],
-) -> ClippedGrad[tuple[PyTree[Array], _Aux]]: ...
+    fun: LossWithAux[Model, Example, Aux], *, has_aux: Literal[True], **options: Unpack[_Options]
+) -> _Made[Model, tuple[_Grads, Aux], Example]: ...
 @overload
 def filter_clipped_grad(
-    *, has_aux: Literal[False] = False, **options: Unpack[ClippingOptions]
-) -> Callable[[_Loss], ClippedGrad[PyTree[Array], _Loss]]: ...
+    *, has_aux: Literal[False] = False, **options: Unpack[_Options]
+) -> Callable[[Loss[Model, Example]], _Made[Model, _Grads, Example]]: ...
 @overload
 def filter_clipped_grad(
-    *, has_aux: Literal[True], **options: Unpack[ClippingOptions]
-) -> Callable[[Callable[..., tuple[Any, _Aux]]], ClippedGrad[tuple[PyTree[Array], _Aux]]]: ...
+    *, has_aux: Literal[True], **options: Unpack[_Options]
+) -> Callable[[LossWithAux[Model, Example, Aux]], _Made[Model, tuple[_Grads, Aux], Example]]: ...
 def filter_clipped_grad(
     fun: Callable[..., Any] | None = None,
     *,
@@ -198,12 +198,16 @@ def filter_clipped_grad(
 
 @overload
 def filter_value_and_clipped_grad(
-    fun: _Loss, *, has_aux: bool = False, **options: Unpack[ClippingOptions]
-) -> ClippedGrad[tuple[PerExample, PyTree[Array]], _Loss]: ...
+    fun: Loss[Model, Example], *, has_aux: Literal[False] = False, **options: Unpack[_Options]
+) -> _Made[Model, _Values, Example]: ...
 @overload
 def filter_value_and_clipped_grad(
-    *, has_aux: bool = False, **options: Unpack[ClippingOptions]
-) -> Callable[[_Loss], ClippedGrad[tuple[PerExample, PyTree[Array]], _Loss]]: ...
+    fun: LossWithAux[Model, Example, Any], *, has_aux: Literal[True], **options: Unpack[_Options]
+) -> _Made[Model, _Values, Example]: ...
+@overload
+def filter_value_and_clipped_grad(
+    *, has_aux: bool = False, **options: Unpack[_Options]
+) -> Callable[[Callable[Concatenate[Model, Example], Any]], _Made[Model, _Values, Example]]: ...
 def filter_value_and_clipped_grad(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
 

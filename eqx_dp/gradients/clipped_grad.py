@@ -3,16 +3,16 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, Self, SupportsFloat, TypedDict, Unpack, overload
+from typing import Any, Generic, Required, Self, SupportsFloat, TypeAlias, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
-from typing_extensions import TypeVar
+from typing_extensions import TypedDict, TypeVar, Unpack
 
-from ..losses import Loss1, Loss2
+from ..losses import KeyedOne, KeyedTwo, ThreeOrMore
 from ..paths import below
 from ..precision import Policy, agreed_policy, cast_parameters, check_sum_range, stage
 from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, Sampling, check_relation
@@ -39,24 +39,41 @@ from .taps import find_uses
 Key = PRNGKeyArray | UInt32[Array, " words"]
 Mask = Bool[Array | np.ndarray, " batch"]
 ClipNorm = SupportsFloat | Float[Array, ""]
-_Result = TypeVar("_Result")
-_Loss = TypeVar("_Loss", bound=Callable[..., Any], covariant=True, default=Callable[..., Any])
+_Model = TypeVar("_Model", contravariant=True)
+_Result = TypeVar("_Result", covariant=True, default=PyTree[Array])
+_Example = TypeVar("_Example", bound=Callable[..., Any], covariant=True, default=Callable[..., Any])
 
 
 class _Call(TypedDict, total=False):
     """The options of a call, for type checkers."""
 
-    key: Key | None
     is_padding_example: Mask | None
     clip_norm: ClipNorm | None
 
 
-class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
+class _Keyed(_Call):
+    key: Required[Key | None]
+
+
+class _Either(_Call, total=False):
+    key: Key | None
+
+
+# A clipped gradient by what its loss takes after the model.
+_One: TypeAlias = "ClippedGrad[_Model, _Result, Callable[[Any], Any]]"
+_Two: TypeAlias = "ClippedGrad[_Model, _Result, Callable[[Any, Any], Any]]"
+_More: TypeAlias = "ClippedGrad[_Model, _Result, ThreeOrMore]"
+_KeyedOne: TypeAlias = "ClippedGrad[_Model, _Result, KeyedOne]"
+_KeyedTwo: TypeAlias = "ClippedGrad[_Model, _Result, KeyedTwo]"
+
+
+class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
     """A function that sums the clipped per-example gradients of a loss, with its sensitivity.
 
     Made by [`filter_clipped_grad`][] and [`filter_value_and_clipped_grad`][]. In annotations write
-    `dp.ClippedGrad[Model]`, or `dp.ClippedGrad[tuple[dp.PerExample, Model]]`. (The second parameter
-    of the type is the loss; with it, type checkers report the argument that a call lacks.)
+    `dp.ClippedGrad[Model]`, or `dp.ClippedGrad[Model, tuple[dp.PerExample, PyTree[Array]]]`: the
+    second parameter of the type is the result. (The third is what the loss takes after the model;
+    with it, type checkers report an argument too few or too many.)
     """
 
     _fun: Callable[..., Any]
@@ -136,7 +153,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
 
     def _variant(
         self, *, method: MethodName | None = None, microbatch_size: int | None = None
-    ) -> "ClippedGrad[PyTree[Array]]":
+    ) -> "ClippedGrad[Any]":
         """The same by another method or microbatch, None for its own; gradients alone."""
         changed = self._configuration.variant(method, microbatch_size)
         return ClippedGrad(self._fun, self._filter_spec, changed, gradients_alone, self._sampling)
@@ -155,15 +172,23 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
 
     @overload
     def __call__(
-        self: "ClippedGrad[_Result, Loss1]", model: Any, x: Any, /, **options: Unpack[_Call]
+        self: "_KeyedOne[_Model, _Result]", model: _Model, x: Any, /, **its: Unpack[_Keyed]
     ) -> _Result: ...
     @overload
     def __call__(
-        self: "ClippedGrad[_Result, Loss2]", model: Any, x: Any, y: Any, /, **options: Unpack[_Call]
+        self: "_KeyedTwo[_Model, _Result]", model: _Model, x: Any, y: Any, /, **its: Unpack[_Keyed]
     ) -> _Result: ...
     @overload
     def __call__(
-        self, model: Any, x: Any, y: Any, z: Any, /, *more: Any, **options: Unpack[_Call]
+        self: "_One[_Model, _Result]", model: _Model, x: Any, /, **its: Unpack[_Call]
+    ) -> _Result: ...
+    @overload
+    def __call__(
+        self: "_Two[_Model, _Result]", model: _Model, x: Any, y: Any, /, **its: Unpack[_Call]
+    ) -> _Result: ...
+    @overload
+    def __call__(
+        self: "_More[_Model, _Result]", model: _Model, x: Any, /, *more: Any, **its: Unpack[_Either]
     ) -> _Result: ...
     def __call__(
         self,
@@ -200,12 +225,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         return self._finish(per_example, (tree, *grads[leaves:]) if grads[leaves:] else tree)
 
     def _prepare(
-        self,
-        model: PyTree[Any],
-        batch: tuple[PyTree[Any], ...],
-        key: Any,
-        is_padding_example: Any,
-        clip_norm: Any = None,
+        self, model: Any, batch: tuple[Any, ...], key: Any, mask: Any, clip_norm: Any = None
     ) -> Prepared:
         """Checks and casts the arguments of a call, traces the loss, and chooses a method."""
         configuration = self._configuration
@@ -213,7 +233,7 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         params, rest = checked_trainable(model, self._filter_spec)
         refuse_batch_norm(model)
         check_key(self._fun, len(batch), key, configuration.augmentations)
-        examples = read_examples(batch, key, is_padding_example, policy)
+        examples = read_examples(batch, key, mask, policy)
 
         accumulate_dtype = _accumulate_dtype(params, policy)
         clipping, groups = configuration.clipping.of_call(params, clip_norm)
@@ -245,22 +265,14 @@ class ClippedGrad(eqx.Module, Generic[_Result, _Loss]):
         steps, bound = sum(use.steps for use in uses.at.values()), clipping.l2_norm_bound
         divisor, entries = configuration.normalize_by, sum(sizes)
         check_sum_range(bound, divisor, accumulate_dtype, num_examples, entries, steps)
-        traced = TracedLoss(
-            program,
-            uses,
-            leaves,
-            others,
-            clipping,
-            groups,
-            accumulate_dtype,
-            1.0 if policy is None else policy.loss_scale.value,
-            [None if rules and rules.accumulators == "params_once" else cut for cut in cuts],
-        )
+        loss_scale = 1.0 if policy is None else policy.loss_scale.value
+        sum_cuts = [None if rules and rules.accumulators == "params_once" else x for x in cuts]
+        of_loss = program, uses, leaves, others
+        traced = TracedLoss(*of_loss, clipping, groups, accumulate_dtype, loss_scale, sum_cuts)
         structure = jax.tree.structure(params)
         return Prepared(traced, examples, choice, costs, activations, structure, specs, num_shards)
 
-    def __get__(self, instance: object | None, owner: type | None) -> Any:
-        del owner
+    def __get__(self, instance: object | None, _: type | None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
 
 
@@ -282,7 +294,6 @@ def _accumulate_dtype(params: PyTree[Array], policy: Policy | None) -> np.dtype[
     return np.dtype(jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
 
 
-def gradients_alone(per_example: PerExample, grads: PyTree[Array]) -> PyTree[Array]:
+def gradients_alone(_: PerExample, grads: PyTree[Array]) -> PyTree[Array]:
     """The result of a call that returns only gradients."""
-    del per_example
     return grads

@@ -2,9 +2,9 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType
-from typing import Any, Concatenate, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex
 
 import equinox as eqx
 import jax
@@ -14,14 +14,12 @@ import optax
 from ..expected import expect, flag, function, real_number
 from ..expected import optimizer as checked_optimizer
 from ..gradients import FilterSpec, MethodName, Quantile, filter_clipped_grad
-from ..losses import ClipNorms
+from ..losses import ClipNorms, Loss, Model
 from ..precision import JmpPolicy, Policy
 from ..privacy import PrivacyPlan, Secret, checked_secret, warn_of_small
 from ..sharding import ShardingRules
 from .state import AdaptiveState
 from .step import Step
-
-Model = TypeVar("Model")
 
 # Transformations that an optimizer must not hold, by the functions that make them.
 _NOISES = ("gaussian_privatizer", "differentially_private_aggregate")
@@ -29,7 +27,7 @@ _CLIPS = ("clip_by_global_norm", "clip", "adaptive_grad_clip")
 
 
 def make_step(
-    loss: Callable[Concatenate[Model, ...], Any],
+    loss: Loss[Model, ...],
     optimizer: optax.GradientTransformation,
     plan: PrivacyPlan,
     *,
