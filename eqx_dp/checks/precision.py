@@ -112,7 +112,8 @@ def check_precision(
     Accumulate, noise and optimizer dtypes are lower limits: wider dtypes are accepted. A state is
     known by its type, one of optax's. Numbers by themselves in it may have any dtype. Parameters
     are known by the engine, which trains them: results that are made of an argument that it trains,
-    and come back at its place. They have exactly the dtype. Frozen ones may have any.
+    and come back at its place. They have exactly the dtype, or the one that a module rule gives to
+    parameters: for which modules is not checked. Frozen ones may have any.
 
     Operations entry by entry and reductions inside the loss may run in any dtype: a softmax or a
     layer norm that is wide inside is no violation. What follows the noise (the optimizer's
@@ -222,10 +223,11 @@ def _stored_otherwise(
     or more count: numbers by themselves (learning rates that are state) are no moments.
     """
     params, state = flow.policy.param_dtype, flow.policy.optimizer_dtype
+    stored = {params, *(rule.param_dtype for rule in flow.policy.modules)}
     found: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for (path, leaf), facts, at in zip(arrays_in(results), outputs, returns, strict=True):
         is_trained = flow.trained & facts.arguments & set(at)
-        if is_trained and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != params:
+        if is_trained and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in stored:
             found["stored parameters", str(params), str(leaf.dtype)].append(keystr(path))
     for path, node in tree_leaves_with_path(results, is_leaf=_is_state):
         for below, leaf in tree_leaves_with_path(node) if _is_state(node) else ():

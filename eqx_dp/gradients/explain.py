@@ -10,6 +10,7 @@ import jax.extend.core as jex_core
 
 from ..expected import expect
 from ..isolation import warn_if_zero
+from ..precision import agreed_policy
 from ..privacy import PrivacyPlan, SampleSize
 from ..programs import Call, Scan, inside, matmul_flops
 from ..sharding import Cut, ShardingRules, keeps_parts, on_device
@@ -35,6 +36,7 @@ class Row(NamedTuple):
             (each example's gradient is made), or `"unused"`.
         reason: why; of a parameter that is spread over example axes, when a device needs all of it
             as well.
+        param_dtype: the dtype that it is stored in.
         compute_dtype: the dtype in which it enters the loss.
         accumulate_dtype: the dtype of its norms and its sum.
         flops: floating-point operations for its norms and its weighted sum, for the whole batch.
@@ -46,6 +48,7 @@ class Row(NamedTuple):
     uses: tuple[str, ...]
     way: str
     reason: str
+    param_dtype: str
     compute_dtype: str
     accumulate_dtype: str
     flops: float
@@ -81,7 +84,7 @@ class Explanation(NamedTuple):
     def _parts(self) -> Iterator[Part]:
         why = f"method {self.method}, {self._at_once()}: {self.reason}"
         flops, size = sum(row.flops for row in self.rows), sum(row.bytes for row in self.rows)
-        total = Row("total", (), "", why, "", "", flops, size)
+        total = Row("total", (), "", why, "", "", "", flops, size)
         yield [_HEAD, *map(_cells, (*self.rows, total))]
         yield f"gradient without clipping: {self.flops:.3e} FLOPs"
         if self.sample is not None:
@@ -101,7 +104,7 @@ class Explanation(NamedTuple):
         return f"{self.microbatch_size} of {own} examples{where} at once"
 
 
-_HEAD = ("leaf", "uses", "way", "why", "compute", "accumulate", "FLOPs", "bytes")
+_HEAD = ("leaf", "uses", "way", "why", "params", "compute", "accumulate", "FLOPs", "bytes")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -133,10 +136,11 @@ def explain(
             `capacity`. Not needed for the `grad_fn` of a step of `make_step`, which knows it.
 
     Returns:
-        An [`Explanation`][]: `rows`, each with `path`, `uses`, `way`, `reason`, `compute_dtype`,
-        `accumulate_dtype`, `flops`, `bytes`; `str()` prints them, with the totals, the chosen
-        method and the reason, and the `flops` of the gradient. With a plan it also prints the
-        expected numbers of slots that hold an example and of microbatches that are computed.
+        An [`Explanation`][]: `rows`, each with `path`, `uses`, `way`, `reason`, `param_dtype`,
+        `compute_dtype`, `accumulate_dtype`, `flops`, `bytes`; `str()` prints them, with the totals,
+        the chosen method and the reason, and the `flops` of the gradient. With a plan it also
+        prints the expected numbers of slots that hold an example and of microbatches that are
+        computed.
 
     Raises:
         ValueError: `grad_fn` is something else; and as for `grad_fn`.
@@ -153,12 +157,16 @@ def explain(
     configuration = grad_fn._configuration  # pyright: ignore[reportPrivateUsage]
     if configuration.keep_batch_dim and configuration.sharding is None:
         warn_if_zero(gradient)
-    traced, rows = found.traced, list[Row]()
-    dtype = str(traced.accumulate_dtype)
-    leaves = zip(found.paths, found.costs, found.reasons, traced.params, strict=True)
-    for path, cost, why, param in leaves:
+    traced, rows, policy = found.traced, list[Row](), agreed_policy(model, grad_fn.policy)
+    params = eqx.filter_eval_shape(grad_fn.trainable, model)
+    params = params if policy is None else eqx.filter_eval_shape(policy.cast_to_param, params)
+    stored = jax.tree.leaves(params)
+    for path, cost, why, param, at_rest in zip(
+        found.paths, found.costs, found.reasons, traced.params, stored, strict=True
+    ):
+        dtypes = (str(at_rest.dtype), str(param.dtype), str(traced.accumulate_dtype))
         flops, size = cost.flops * num_examples, cost.bytes * found.at_once
-        rows.append(Row(path, cost.uses, cost.way, why, str(param.dtype), dtype, flops, size))
+        rows.append(Row(path, cost.uses, cost.way, why, *dtypes, flops, size))
     return Explanation(
         tuple(rows),
         choice.method,

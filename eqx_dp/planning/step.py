@@ -15,7 +15,14 @@ from ..gradients import ClippedGrad, Prepared, described
 from ..precision import Policy, agreed_policy
 from ..sharding import ShardingRules
 from ..trees import PyTree, is_array_or_shape
-from ..updates import apply_updates, first_state, stored_state, wide_parameters, widened
+from ..updates import (
+    apply_updates,
+    first_state,
+    stored_model,
+    stored_state,
+    wide_parameters,
+    widened,
+)
 
 
 class PlannedStep(NamedTuple):
@@ -62,6 +69,10 @@ def planned_step(
     shapes, static = eqx.partition(model, is_array_or_shape)
     params = jax.eval_shape(lambda shapes: grad_fn.trainable(eqx.combine(shapes, static)), shapes)
     is_trained = jax.tree.map(lambda x: x is not None, params, is_leaf=lambda x: x is None)
+    if policy is not None:  # as a step of make_step stores it
+        parts = eqx.partition(shapes, is_trained)
+        shapes = jax.eval_shape(functools.partial(stored_model, policy=policy), *parts)
+        model, params = eqx.combine(shapes, static), eqx.filter(shapes, is_trained)
     state = jax.eval_shape(lambda params: first_state(optimizer, params, policy), params)
     mask = jax.ShapeDtypeStruct((call.examples.num_examples,), jnp.bool_)
 

@@ -22,11 +22,12 @@ def policy_of(content: Content, name: str | None = None, *, is_whole: bool = Tru
     scale, dtypes = table.get("loss_scale", {"kind": "none"}), table["dtypes"]
     for index, rule in enumerate(table.get("modules", ())):
         try:
-            if not {"compute", "matmul"} & rule.keys():
-                allowed = 'a dtype, which is required without matmul = "wide"'
+            if not {"compute", "params", "matmul"} & rule.keys():
+                allowed = 'a dtype, which is required without params and matmul = "wide"'
                 raise refusal("modules.compute", "nothing", allowed)
-            more = {"compute": dtypes["compute"], **rule}
-            rules.append(ModuleRule(more.pop("match"), more.pop("compute"), **more))
+            more: Content = {"compute": dtypes["compute"], "params": None, **rule}
+            of_rule = {"param_dtype": more.pop("params"), **more}
+            rules.append(ModuleRule(of_rule.pop("match"), of_rule.pop("compute"), **of_rule))
         except ValueError as error:
             raise ValueError(str(error).replace("modules", f"modules[{index}]", 1)) from None
     if scale["kind"] == "static" and "value" not in scale:

@@ -31,10 +31,13 @@ and `optimizer`, optional |
     | `[params]` | `rounding`: "nearest" or "stochastic"; optional |
     | `[loss_scale]` | `kind`: "none", or "static" with its `value`; optional |
     | `[matmul]` | `forward`, and optionally `backward`, `scaling`: see `Matmul`; optional |
-    | `[[modules]]` | `match`; `compute` or `matmul = "wide"` or both; `optional`: true or false |
+    | `[[modules]]` | `match`; at least one of `compute`, `params`, `matmul = "wide"`; `optional`: \
+true or false |
 
     There are as many `[[modules]]` as rules. Without `compute`, a rule leaves the policy's. A rule
-    that computes in float32 or float64 keeps products wide without `matmul`.
+    that computes in float32 or float64 keeps products wide without `matmul`. `params` is what the
+    parameters of these modules are stored in, also if they are frozen. Without it, what is trained
+    is stored as `[dtypes]` says, and what is frozen keeps its dtype.
 
     A file that `extends` another one needs no entry of its own. The two are merged:
 
@@ -82,11 +85,8 @@ def _presets() -> dict[str, Traversable]:
     folder = files("eqx_dp") / "policies"
     if not folder.is_dir():
         folder = Path(__file__).parents[2] / "policies"
-    return {
-        entry.name.removesuffix(_SUFFIX): entry
-        for entry in folder.iterdir()
-        if entry.name.endswith(_SUFFIX)
-    }
+    found = [entry for entry in folder.iterdir() if entry.name.endswith(_SUFFIX)]
+    return {entry.name.removesuffix(_SUFFIX): entry for entry in found}
 
 
 def _is_preset_name(name_or_path: str | os.PathLike[str]) -> bool:

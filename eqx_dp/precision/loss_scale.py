@@ -34,9 +34,8 @@ class LossScale:
     def __post_init__(self):
         one_of("loss_scale.kind", self.kind, _KINDS)
         if not _is_power_of_two(self.value):
-            raise refusal(
-                "loss_scale.value", shown(self.value), "a power of two, such as 32768 or 0.5"
-            )
+            allowed = "a power of two, such as 32768 or 0.5"
+            raise refusal("loss_scale.value", shown(self.value), allowed)
         if self.kind != "static" and self.value != 1:
             allowed = f'1 where loss_scale.kind is "{self.kind}"'
             raise refusal("loss_scale.value", repr(self.value), allowed)

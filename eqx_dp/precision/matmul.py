@@ -1,14 +1,17 @@
-"""The dtypes of operands of matrix products: the `[matmul]` table of a policy."""
+"""Matrix products: the dtypes of their operands (the `[matmul]` table), and their precision."""
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from .refusals import dtype_of, one_of
 
+MatmulPrecision: TypeAlias = Literal["default", "tensorfloat32", "highest"]
 Scaling: TypeAlias = Literal["per_example", "none"]
 ModuleMatmul: TypeAlias = Literal["wide"]
 
@@ -59,3 +62,8 @@ class Matmul:
 
     def __str__(self) -> str:
         return f"{self.forward}:{self.backward}:{self.scaling}"
+
+
+def matmul_precision(precision: MatmulPrecision) -> AbstractContextManager[None]:
+    """The context in which matrix products have the precision that a policy declares."""
+    return nullcontext() if precision == "default" else jax.default_matmul_precision(precision)

@@ -1,4 +1,4 @@
-"""A rule of a policy: some modules of a model compute in another dtype."""
+"""A rule of a policy: some modules of a model compute, or are stored, in another dtype."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from .refusals import float_dtype, one_of, refusal
 
 @dataclasses.dataclass(frozen=True, init=False)
 class ModuleRule:
-    """Gives some modules of a model another compute dtype than the policy's.
+    """Gives some modules of a model other dtypes than the policy's.
 
     Args:
         match: A path in the model's tree (`**.head`) or a class name. One or more printable
@@ -23,9 +23,11 @@ class ModuleRule:
             `matmul` says. None follows `matmul`, but a compute dtype of float32 or float64 is wide:
             products are then in that dtype.
         optional: Whether the rule may match no module of a model. Other rules must have an effect.
+        param_dtype: The dtype that their parameters are stored in, frozen ones as well. None for
+            the policy's where they are trained, and for their own where they are frozen.
 
     Raises:
-        ValueError: If `match` holds a character that is not allowed, or the dtype is not one of
+        ValueError: If `match` holds a character that is not allowed, or a dtype is not one of
             bfloat16, float16, float32, float64 (the last only while `jax_enable_x64` is on), or
             `matmul` is something else, or `optional` is no boolean.
     """
@@ -34,6 +36,7 @@ class ModuleRule:
     compute_dtype: np.dtype[Any]
     matmul: ModuleMatmul | None = None
     optional: bool = False
+    param_dtype: np.dtype[Any] | None = None
 
     def __init__(
         self,
@@ -41,8 +44,10 @@ class ModuleRule:
         compute_dtype: DTypeLike,
         matmul: ModuleMatmul | None = None,
         optional: bool = False,
+        param_dtype: DTypeLike | None = None,
     ):
         dtype = float_dtype("modules.compute", compute_dtype)
+        stored = None if param_dtype is None else float_dtype("modules.params", param_dtype)
         expect("modules.match", match, str, "a text: a path pattern or a class name")
         one_of("modules.matmul", matmul, (None, *MODULE_MATMULS))
         one_of("modules.optional", optional, (True, False))
@@ -52,7 +57,8 @@ class ModuleRule:
                 repr(match),
                 "one or more printable characters other than space, comma and equals sign",
             )
-        vars(self).update(match=match, compute_dtype=dtype, matmul=matmul, optional=optional)
+        vars(self).update(match=match, compute_dtype=dtype, param_dtype=stored)
+        vars(self).update(matmul=matmul, optional=optional)
 
     @property
     def is_wide(self) -> bool:
@@ -60,5 +66,6 @@ class ModuleRule:
         return self.matmul is not None or self.compute_dtype.itemsize > 2
 
     def __str__(self) -> str:
-        more = (*filter(None, [self.matmul]), *(["optional"] if self.optional else []))
-        return ":".join([str(self.compute_dtype), *more])
+        stored = self.param_dtype and f"params={self.param_dtype}"
+        more = (self.matmul, "optional" if self.optional else None, stored)
+        return ":".join([str(self.compute_dtype), *filter(None, more)])

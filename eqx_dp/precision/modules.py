@@ -1,25 +1,30 @@
-"""Which dtype every module of a model computes in: a policy's module rules, matched with the model.
+"""Which dtypes every module of a model has: a policy's module rules, matched with the model.
 
 A rule matches modules, by path or by class. It holds for a module and everything below it, except
 where another rule matches a module further in.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
+import jmp
 import numpy as np
 
 from ..paths import dotted, matches
 from ..shown import some
 from ..trees import PyTree
 from .module_rule import ModuleRule
-from .policy import MatmulPrecision, Policy, cast_floats
 from .refusals import refusal
 
 T = TypeVar("T")
+Rules = tuple[ModuleRule, ...]
+
+
+def cast_floats(tree: T, dtype: np.dtype[Any]) -> T:
+    """Converts the floating-point arrays of a tree: jmp alone decides which leaves are cast."""
+    return jmp.Policy(dtype, dtype, dtype).cast_to_param(tree)
 
 
 class Governed(NamedTuple):
@@ -42,6 +47,7 @@ class Governed(NamedTuple):
 
 
 Matched = Callable[[str, eqx.Module], ModuleRule | None]
+ANY = np.dtype(np.float32)  # where nothing is cast to a compute dtype
 
 
 def as_it_is(node: Any, governed: Governed) -> Any:
@@ -89,27 +95,28 @@ def cast_leaf(leaf: Any, governed: Governed) -> Any:
     return cast_floats(leaf, governed.compute)
 
 
-def cast_parameters(tree: T, policy: Policy) -> T:
-    """Converts the floating-point arrays of a model, or of a part of it, to their compute dtypes.
+def stored(tree: T, rules: Rules, otherwise: np.dtype[Any] | None) -> T:
+    """Converts the floating-point arrays of a model, or of a part of it, to their storage dtypes.
 
-    The dtype of a leaf is that of the innermost module that a rule matches, or the policy's own.
+    The dtype of a leaf is that of the rule that governs it. Where the rule has none, and where
+    there is no rule, it is `otherwise`; with None the leaf keeps its own.
     """
-    return rebuild(tree, policy.compute_dtype, rules_of(policy), on_leaf=cast_leaf)
 
+    def store(leaf: Any, governed: Governed) -> Any:
+        dtype = (governed.rule and governed.rule.param_dtype) or otherwise
+        return cast_floats(leaf, dtype) if dtype else leaf
 
-def matmul_precision(precision: MatmulPrecision) -> AbstractContextManager[None]:
-    """The context in which matrix products have the precision that a policy declares."""
-    return nullcontext() if precision == "default" else jax.default_matmul_precision(precision)
+    return rebuild(tree, ANY, rules_of(rules), on_leaf=store)
 
 
 # Rules against modules.
 
 
-def rules_of(policy: Policy) -> Matched:
+def rules_of(rules: Rules) -> Matched:
     """For `rebuild`: the first of a policy's rules that matches a module."""
 
     def first(path: str, module: eqx.Module) -> ModuleRule | None:
-        return next((rule for rule in policy.modules if _matches(rule, path, module)), None)
+        return next((rule for rule in rules if _matches(rule, path, module)), None)
 
     return first
 
@@ -119,7 +126,7 @@ def _matches(rule: ModuleRule, path: str, module: eqx.Module) -> bool:
     return rule.match in [c.__name__ for c in classes] or matches(rule.match, path)
 
 
-def check_rules(model: PyTree[Any], policy: Policy) -> None:
+def check_rules(model: PyTree[Any], rules: Rules) -> None:
     """Refuses rules that have no effect on a model.
 
     Raises:
@@ -132,9 +139,9 @@ def check_rules(model: PyTree[Any], policy: Policy) -> None:
     def collect(path: str, module: eqx.Module) -> None:
         modules[path] = module
 
-    if policy.modules:
-        rebuild(model, policy.compute_dtype, collect)
-    for rule in policy.modules:
+    if rules:
+        rebuild(model, ANY, collect)
+    for rule in rules:
         mine = [path for path, module in modules.items() if _matches(rule, path, module)]
         if not mine and not rule.optional:
             raise refusal("modules.match", _no_module(rule, model), _listed(modules))

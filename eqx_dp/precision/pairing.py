@@ -17,17 +17,10 @@ import jax
 import numpy as np
 
 from ..trees import PyTree
+from .matmul import matmul_precision
 from .module_rule import ModuleRule
-from .modules import (
-    Governed,
-    Matched,
-    cast_leaf,
-    check_rules,
-    matmul_precision,
-    rebuild,
-    rules_of,
-)
-from .policy import JmpPolicy, Policy, cast_floats, checked_policy
+from .modules import ANY, Governed, Matched, cast_floats, cast_leaf, check_rules, rebuild, rules_of
+from .policy import JmpPolicy, Policy, checked_policy
 from .stages import governed_by
 
 T = TypeVar("T")
@@ -72,14 +65,14 @@ def apply_policy(model: T, policy: Policy | JmpPolicy | None) -> T:
             "policy to the engine (filter_clipped_grad(..., policy=policy)), which takes any tree."
         )
     if policy is None:
-        paired = rebuild(model, _ANY, on_module=lambda module, _: _as_class(module, None))
+        paired = rebuild(model, ANY, on_module=lambda module, _: _as_class(module, None))
     else:
         agreed_policy(model, policy)
 
         def pair(module: eqx.Module, governed: Governed) -> eqx.Module:
             return _as_class(module, _casts_for(module, governed, policy, not governed.path))
 
-        paired = rebuild(model, policy.compute_dtype, rules_of(policy), pair)
+        paired = rebuild(model, policy.compute_dtype, rules_of(policy.modules), pair)
     same = jax.tree.structure(paired) == jax.tree.structure(model)
     return model if same else cast(T, paired)
 
@@ -97,7 +90,7 @@ def agreed_policy(model: PyTree[Any], policy: Policy | None) -> Policy | None:
         if (casts := _casts_of(module)) is not None:
             found[path] = casts
 
-    rebuild(model, _ANY, collect)
+    rebuild(model, ANY, collect)
     inner = next((path for path, casts in found.items() if path and casts.is_root), None)
     if inner is not None:
         raise ValueError(
@@ -117,7 +110,7 @@ def agreed_policy(model: PyTree[Any], policy: Policy | None) -> Policy | None:
             f"policy as well, or take it off with {_TAKE_OFF}."
         )
     if policy is not None:
-        check_rules(model, policy)
+        check_rules(model, policy.modules)
     return policy
 
 
@@ -133,7 +126,7 @@ def inside_engine(model: T, policy: Policy) -> T:
 
     Only modules that rules match cast by themselves; the rest is unpaired.
     """
-    return _entered(model, policy, policy.compute_dtype, rules_of(policy))
+    return _entered(model, policy, policy.compute_dtype, rules_of(policy.modules))
 
 
 # The casts of a module.
@@ -160,7 +153,6 @@ class Casts(NamedTuple):
 
 
 _CASTS, _ORIGINAL = "_eqx_dp_casts", "_eqx_dp_original"
-_ANY = np.dtype(np.float32)  # where nothing is cast
 
 
 def _casts_of(module: object) -> Casts | None:
@@ -263,7 +255,7 @@ def _method_that_casts(name: str, method: Any) -> Callable[..., Any]:
         assert casts is not None
         args, kwargs = _cast_values((args, kwargs), casts.compute)
         # By the rules again at the root, as the model may have been changed since it was paired.
-        matched = rules_of(casts.policy) if casts.is_root else _rule_of
+        matched = rules_of(casts.policy.modules) if casts.is_root else _rule_of
         inside = _as_class(_entered(self, casts.policy, casts.compute, matched), None)
         with matmul_precision(casts.policy.matmul_precision), governed_by(casts.governing):
             outputs = getattr(inside, name)(*args, **kwargs)

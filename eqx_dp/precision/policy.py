@@ -12,12 +12,12 @@ from jax.typing import DTypeLike
 
 from ..shown import shown
 from .loss_scale import LossScale
-from .matmul import Matmul
+from .matmul import Matmul, MatmulPrecision
 from .module_rule import ModuleRule
+from .modules import cast_floats, cast_leaf, rebuild, rules_of, stored
 from .refusals import DTYPES, float_dtype, one_of, refusal
 
 T = TypeVar("T")
-MatmulPrecision: TypeAlias = Literal["default", "tensorfloat32", "highest"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 DTYPE_KEYS = ("params", "compute", "output", "accumulate", "noise")
@@ -44,7 +44,7 @@ class Policy(jmp.Policy):
 
     | dtype | applies to |
     |---|---|
-    | param | how parameters are stored |
+    | param | how trained parameters are stored; frozen ones keep their dtype |
     | compute | what parameters and float inputs are cast to when they enter the loss |
     | output | the loss |
     | accumulate | norms, clip factors, every sum over examples, and the gradient returned |
@@ -157,12 +157,22 @@ class Policy(jmp.Policy):
     # jmp's three methods, with types, and one more.
 
     def cast_to_param(self, x: T) -> T:
-        """Converts the floating-point arrays of a PyTree to the param dtype.
+        """Converts the floating-point arrays of a PyTree to the dtypes they are stored in.
+
+        Where a module rule with a param dtype governs, that is the dtype; elsewhere the policy's.
 
         Args:
-            x: the PyTree.
+            x: the PyTree: a model, or what is trained of it.
         """
-        return cast_floats(x, self.param_dtype)
+        return stored(x, self.modules, self.param_dtype)
+
+    def cast_frozen_to_param(self, x: T) -> T:
+        """The same for what is not trained: it keeps its dtypes where no module rule has one.
+
+        Args:
+            x: the PyTree: what a model holds beside its trained parameters.
+        """
+        return stored(x, self.modules, None)
 
     def cast_to_compute(self, x: T) -> T:
         """Converts the floating-point arrays of a PyTree to the compute dtype.
@@ -210,9 +220,12 @@ def dtypes_of(policy: Policy) -> dict[str, np.dtype[Any]]:
     return {key: getattr(policy, f"{key.removesuffix('s')}_dtype") for key in keys}
 
 
-def cast_floats(tree: T, dtype: np.dtype[Any]) -> T:
-    """Converts the floating-point arrays of a tree: jmp alone decides which leaves are cast."""
-    return jmp.Policy(dtype, dtype, dtype).cast_to_param(tree)
+def cast_parameters(tree: T, policy: Policy) -> T:
+    """Converts the floating-point arrays of a model, or of a part of it, to their compute dtypes.
+
+    The dtype of a leaf is that of the innermost module that a rule matches, or the policy's own.
+    """
+    return rebuild(tree, policy.compute_dtype, rules_of(policy.modules), on_leaf=cast_leaf)
 
 
 def checked_policy(policy: object) -> Policy | None:
@@ -259,14 +272,12 @@ def _check_widths(policy: Policy) -> None:
             f"{optimizer}, narrower than float32, in which moments lose small changes",
             "float32, float64; narrower only with narrow_optimizer = true, which costs no privacy",
         )
-    products = [("dtypes.compute", policy.compute_dtype)]
-    products += [
-        (f"modules.compute of {rule.match!r}", rule.compute_dtype) for rule in policy.modules
-    ]
-    wide = [("accumulate", accumulate, "float32", _FLOAT32)]
-    wide += [("noise", policy.noise_dtype, "float32", _FLOAT32)]
-    wide += [("accumulate", accumulate, f"{key} ({dtype})", dtype) for key, dtype in products]
-    for key, dtype, name, least in wide if not policy.unsafe else ():
+    products = {"dtypes.compute": policy.compute_dtype}
+    products |= {f"modules.compute of {one.match!r}": one.compute_dtype for one in policy.modules}
+    limits = [("accumulate", "float32", _FLOAT32), ("noise", "float32", _FLOAT32)]
+    limits += [("accumulate", f"{key} ({dtype})", dtype) for key, dtype in products.items()]
+    for key, name, least in limits if not policy.unsafe else ():
+        dtype = dtypes_of(policy)[key]
         if _wider(dtype, least) != dtype:
             allowed = ", ".join(str(one) for one in DTYPES.values() if _wider(one, least) == one)
             allowed = f"{allowed}; narrower only with unsafe = true"
@@ -297,10 +308,11 @@ def _warn(policy: Policy) -> None:
             "it computes in float16 without a loss scale, so gradients below 6e-8 are lost. Take "
             "load_policy('mixed_float16'), a loss scale such as 1024, or bfloat16"
         )
-    stored = policy.param_dtype
-    if policy.rounding == "stochastic" and _wider(policy.accumulate_dtype, stored) == stored:
+    params, is_ruled = policy.param_dtype, any(rule.param_dtype for rule in policy.modules)
+    is_exact = _wider(policy.accumulate_dtype, params) == params and not is_ruled
+    if policy.rounding == "stochastic" and is_exact:
         said.append(
-            f'rounding = "stochastic" has no effect, because {stored} holds every sum in '
+            f'rounding = "stochastic" has no effect, because {params} holds every sum in '
             f"{policy.accumulate_dtype}. Store parameters in bfloat16, or leave it out"
         )
     marked = [repr(rule.match) for rule in policy.modules if rule.matmul is not None]

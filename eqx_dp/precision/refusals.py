@@ -61,9 +61,7 @@ def float_dtype(key: str, found: object) -> np.dtype[Any]:
     """Returns `found` as one of the four dtypes a policy may name, or refuses."""
     dtype = dtype_of(key, found, DTYPES)
     if dtype == DTYPES["float64"] and not jax.config.read("jax_enable_x64"):
-        how = (
-            'jax.config.update("jax_enable_x64", True) or with JAX_ENABLE_X64=1 in the environment'
-        )
+        how = 'jax.config.update("jax_enable_x64", True), or with JAX_ENABLE_X64=1 before a start'
         allowed = f"bfloat16, float16, float32; float64 only after {how}"
         raise refusal(key, "float64 while jax_enable_x64 is off", allowed)
     return dtype

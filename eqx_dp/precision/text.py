@@ -1,5 +1,6 @@
 """Policies as a line of text: jmp's grammar, with more keys."""
 
+import re
 from typing import Any
 
 import jmp
@@ -40,7 +41,8 @@ def parse_policy(text: str) -> Policy:
     | `matmul_precision` | `default`, `tensorfloat32` or `highest` | `default` |
     | `matmul` | `FORWARD:BACKWARD:SCALING` (the last two optional); or `none` | `none` |
     | `unsafe`, `narrow_optimizer` | `true` or `false` | `false` |
-    | `module:PATTERN`, any number of times | a dtype, and `:wide`, `:optional` behind it | |
+    | `module:PATTERN`, any number of times | a dtype, and `:wide`, `:optional`, `:params=DTYPE` \
+behind it | |
 
     Args:
         text: The policy. Dtypes have jmp's names: bfloat16 (bf16), float16 (f16), float32 (f32,
@@ -116,10 +118,12 @@ def _value(text: str) -> str | bool | float:
 
 
 def _rule(key: str, value: str) -> dict[str, Any]:
-    """A module rule from `DTYPE`, `DTYPE:wide`, `DTYPE:optional` or `DTYPE:wide:optional`."""
-    name, *more = value.split(":")
-    if more not in ([], ["wide"], ["optional"], ["wide", "optional"]):
-        raise refusal(key, repr(value), "DTYPE, and behind it :wide, :optional or :wide:optional")
-    compute = str(float_dtype(key, _named(name)))
-    rule: dict[str, Any] = {"match": key.removeprefix(_MODULE), "compute": compute}
-    return rule | ({"matmul": "wide"} if "wide" in more else {}) | {"optional": "optional" in more}
+    """A module rule from `DTYPE`, and behind it `:wide`, `:optional`, `:params=DTYPE`."""
+    form = re.fullmatch(r"([^:]*)(:wide)?(:optional)?(?::params=([^:]*))?", value)
+    if form is None:
+        raise refusal(key, repr(value), "DTYPE, and behind it :wide, :optional, :params=DTYPE")
+    compute, wide, optional, params = form.groups()
+    rule: dict[str, Any] = {"match": key.removeprefix(_MODULE), "optional": optional is not None}
+    dtypes = {"compute": compute, "params": params}
+    rule |= {k: str(float_dtype(key, _named(x))) for k, x in dtypes.items() if x is not None}
+    return rule if wide is None else rule | {"matmul": "wide"}

@@ -90,7 +90,7 @@ class Recipe(NamedTuple):
     @property
     def parameters(self) -> Parameters:
         """How parameters are stored."""
-        return Parameters(self.grad_fn.policy, self.grad_fn.sharding)
+        return Parameters(self.filter_spec, self.grad_fn.policy, self.grad_fn.sharding)
 
     def made(self, first: FirstModel[Any]) -> Body:
         """The body of the first state; its arrays are copies, each part made on its device."""

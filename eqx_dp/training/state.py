@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from ..gradients import FilterSpec, checked_trainable
 from ..paths import below
 from ..precision import Policy
 from ..privacy import printed_without_key, refuse_to_pickle, without_key
 from ..sharding import ShardingRules
 from ..shown import some
 from ..trees import PyTree
-from ..updates import apply_updates, wide_parameters
+from ..updates import apply_updates, stored_model, wide_parameters
 
 Model = TypeVar("Model")
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class TrainState(eqx.Module, Generic[Model]):
     """All that a run carries from one step to the next.
 
     Attributes:
-        model: the model as it is stored, in the policy's params dtype.
+        model: the model as it is stored: what is trained in the policy's params dtype.
         opt_state: the states of the noise (`opt_state[0]`, **secret**: it holds a key), of the
             optimizer (`opt_state[1]`), and what else is carried. Keys are fresh at every start, and
             not in checkpoints.
@@ -101,17 +102,20 @@ def _number_of(step: Any) -> str:
 class Parameters(NamedTuple):
     """The dtypes and places in which a step stores and updates parameters.
 
-    They are stored in the policy's params dtype, and updated in its accumulate dtype, or in the
-    optimizer dtype if that is wider.
+    What is trained is stored in the policy's params dtype, and updated in its accumulate dtype, or
+    in the optimizer dtype if that is wider. What is not trained keeps its dtypes. A module rule
+    with a param dtype holds for both.
     """
 
+    filter_spec: FilterSpec
     policy: Policy | None
     rules: ShardingRules | None
 
     def stored(self, model: Model) -> Model:
         """A copy of the model as it is stored."""
         model = strong(copied(model))
-        model = model if self.policy is None else self.policy.cast_to_param(model)
+        if self.policy is not None:
+            model = stored_model(*checked_trainable(model, self.filter_spec), self.policy)
         return model if self.rules is None else self.rules.shard(model)
 
     def wide(self, params: PyTree[Any]) -> PyTree[Any]:

@@ -2,6 +2,7 @@
 
 from typing import Any, TypeVar, cast
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +28,8 @@ def apply_updates(
     """Adds updates to a model, as `eqx.apply_updates`, and rounds as the policy says.
 
     Parameter and update are added in the accumulate dtype (in a wider one, if one of them has it).
-    The sum is rounded once, to the param dtype: to the nearest number, or stochastically where the
+    The sum is rounded once, to the dtype that the leaf is stored in (the param dtype, or that of a
+    module rule): to the nearest number, or stochastically where the
     policy says `rounding = "stochastic"`. Stored in bfloat16, a parameter of size 1 loses every
     update below 1/256 when it is rounded to the nearest number. Rounded stochastically, it becomes
     one of its two neighbors, so that its mean is right: many small updates add up.
@@ -77,7 +79,7 @@ def apply_updates(
         folded = fold_texts(fold_text(key, "eqx_dp rounding"), texts)
         keys = dict(zip(texts, folded, strict=True))
 
-    def added(path: tuple[Any, ...], update: Array | None, leaf: Any) -> Any:
+    def added(path: tuple[Any, ...], update: Array | None, leaf: Any, kept: Any) -> Any:
         if update is None:
             return leaf
         if getattr(leaf, "shape", None) != jnp.shape(update):  # before one is broadcast
@@ -87,15 +89,16 @@ def apply_updates(
             return (leaf + update).astype(leaf.dtype)
         wide = jnp.result_type(policy.accumulate_dtype, leaf.dtype, update.dtype)
         total = leaf.astype(wide) + update.astype(wide)
-        return _stored(total, policy, keys.get(jax.tree_util.keystr(path)))
+        return _stored(total, kept.dtype, policy, keys.get(jax.tree_util.keystr(path)))
 
     try:
-        parts = structure.flatten_up_to(model)
+        kept = model if policy is None else eqx.filter_eval_shape(policy.cast_to_param, model)
+        parts = zip(*map(structure.flatten_up_to, (model, kept)), strict=True)
     except (TypeError, ValueError) as error:
         found = f"a tree that is not the model's: {error}"
         raise refusal("updates", found, _ALLOWED) from None
     pairs = zip(leaves, parts, strict=True)
-    return cast(Model, structure.unflatten(added(*update, leaf) for update, leaf in pairs))
+    return cast(Model, structure.unflatten(added(*update, *both) for update, both in pairs))
 
 
 _ALLOWED = "what optimizer.update returned for this model"
@@ -110,10 +113,9 @@ def _check_key(key: object) -> None:
 
 
 def _stored(
-    total: Float[Array, "*shape"], policy: Policy, key: PRNGKeyArray | None
+    total: Float[Array, "*shape"], stored: np.dtype[Any], policy: Policy, key: PRNGKeyArray | None
 ) -> Float[Array, "*shape"]:
     """A sum as it is stored."""
-    stored = policy.param_dtype
     is_exact = jnp.promote_types(total.dtype, stored) == stored
     if policy.rounding == "nearest" or is_exact:
         return total.astype(stored)

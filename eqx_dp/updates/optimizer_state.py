@@ -1,8 +1,9 @@
-"""The dtypes in which an optimizer's state is stored and updated."""
+"""The dtypes in which models and optimizer states are stored and updated."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +29,14 @@ def widened(tree: T, policy: Policy | None) -> T:
 def stored_state(state: T, policy: Policy | None) -> T:
     """An optimizer's state as it is stored: arrays of one axis or more in the optimizer dtype."""
     return state if policy is None else _cast(state, lambda x: policy.optimizer_dtype)
+
+
+def stored_model(params: T, rest: T, policy: Policy) -> T:
+    """A model as it is stored, from its trained part and the rest, which keeps its dtypes.
+
+    Only a module rule that has a param dtype changes the dtype of what is not trained.
+    """
+    return eqx.combine(policy.cast_to_param(params), policy.cast_frozen_to_param(rest))
 
 
 def wide_parameters(params: T, policy: Policy | None) -> T:
