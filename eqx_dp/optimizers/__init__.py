@@ -5,7 +5,7 @@ All of them are post-processing of noisy gradients, and cost no privacy.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, SupportsFloat, TypeVar
 
 import equinox as eqx
@@ -271,6 +271,77 @@ def adam_scaled(
 def rescaled(model: Scaled, opt_state: PyTree[Any]) -> Scaled:
     """The model, with the scale that `adam_scaled` wants for the next step."""
     return Scaled(model.model, _found(opt_state, "scale", "adam_scaled"))
+
+
+Factors = Sequence[tuple[Any, Any]]
+
+
+def lora_orthonormal(
+    optimizer: optax.GradientTransformation, factors: Callable[[Any], Factors]
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps each adapter of LoRA in the factorization whose inner factor is orthonormal.
+
+    The product Z = U F of two factors does not change if F is divided by 10 and U is multiplied by
+    it. But the gradients of the factors are G F^T and U^T G, for the gradient G of Z: their norm,
+    and so what is clipped, changes, and so does the noise in Z (Wang and Zhang, arXiv 2606.00944,
+    who project on the tangent space of Z instead). Here F is the Q of a QR decomposition, R goes to
+    U, and this is done again after each step.
+
+    ```python
+    def factors(model):
+        return [(layer.down, layer.up) for layer in loras(model)]
+
+    model = dp.optimizers.orthonormalized(model, factors)
+    optimizer = dp.optimizers.lora_orthonormal(optax.adam(1e-3), factors)
+    ```
+
+    **Guarantee.** If two models have equal Z, and factors F that span the same space, then their
+    gradients have equal norms, and their noise in Z has one distribution. Proof: F F^T = I leaves
+    the freedom of an orthogonal matrix R alone, (U R^T)(R F). The squared norm |G F^T|^2 + |U^T G|^2
+    is the same for each R, and so is the distribution of Gaussian noise in the factors. Noise of
+    standard deviation s in the factors has an energy of s^2 (outputs rank + inputs |Z|^2) in Z, to
+    first order. In any other factors it is s^2 (outputs |F|^2 + inputs |U|^2), which has no bound.
+
+    The factors are public, and so is what follows from them: it costs no privacy.
+
+    Args:
+        optimizer: gets noisy gradients of the factors, and makes an update of them.
+        factors: a function of a model that returns each adapter's two factors: first F, which is
+            not zero at the start (`down`), then U (`up`). F may stand on either side of U: it is
+            (rank, inputs) with U (outputs, rank), or (inputs, rank) with U (rank, outputs).
+
+    Raises:
+        ValueError: there is no optimizer, or `factors` is no function.
+    """
+    checked_optimizer("optimizer", optimizer)
+    function("factors", factors, "factors(model), which returns pairs of arrays")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        moved, state = inner.update(updates, state, params, **extra)
+        after = orthonormalized(optax_tree.add(params, moved), factors)
+        return optax_tree.sub(after, params), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def orthonormalized(model: Model, factors: Callable[[Any], Factors]) -> Model:
+    """A model whose adapters are factorized as `lora_orthonormal` keeps them, with equal products.
+
+    Args:
+        model: the model, or the part of it that is trained.
+        factors: as for `lora_orthonormal`.
+    """
+
+    def changed(inner: Array, outer: Array) -> tuple[Array, Array]:
+        is_right = inner.shape[0] < inner.shape[1]
+        q, r = jnp.linalg.qr(inner.T if is_right else inner)
+        signs = jnp.where(jnp.diagonal(r) < 0, -1, 1).astype(r.dtype)  # as close as can be
+        q, r = q * signs, signs[:, None] * r
+        return (q.T, outer @ r.T) if is_right else (q, r @ outer)
+
+    replaced = [array for pair in factors(model) for array in changed(*pair)]
+    return eqx.tree_at(lambda m: [x for pair in factors(m) for x in pair], model, replaced)
 
 
 def _found(opt_state: PyTree[Any], name: str, maker: str) -> Any:

@@ -234,7 +234,8 @@ def _attempt(source: Source, indices: Indices, like: Any) -> tuple[Any, str, str
         return None, f"raised {type(error).__name__}", f"raised {error!r}"
     leaves = jax.tree.leaves(found)
     shapes = f"gave {jax.tree.map(_form, found)} for {len(indices)} examples"
-    if not leaves or any(leaf.dtype.hasobject or leaf.dtype.kind in "USV" for leaf in leaves):
+    # bfloat16 and its like are of kind V, as structures are, but registered (2).
+    if not leaves or any(x.dtype.kind in "OUSV" and x.dtype.isbuiltin != 2 for x in leaves):
         return None, "gave something else than arrays of numbers", shapes
     if any(leaf.ndim == 0 or len(leaf) != len(indices) for leaf in leaves):
         return None, "gave an array without one entry for each example in front", shapes
