@@ -297,10 +297,10 @@ def lora_orthonormal(
 
     **Guarantee.** If two models have equal Z, and factors F that span the same space, then their
     gradients have equal norms, and their noise in Z has one distribution. Proof: F F^T = I leaves
-    the freedom of an orthogonal matrix R alone, (U R^T)(R F). The squared norm |G F^T|^2 + |U^T G|^2
-    is the same for each R, and so is the distribution of Gaussian noise in the factors. Noise of
-    standard deviation s in the factors has an energy of s^2 (outputs rank + inputs |Z|^2) in Z, to
-    first order. In any other factors it is s^2 (outputs |F|^2 + inputs |U|^2), which has no bound.
+    the freedom of an orthogonal matrix R alone, (U R^T)(R F). |G F^T|^2 + |U^T G|^2 is the same for
+    each R, and so is the distribution of Gaussian noise in the factors. Noise of standard deviation
+    s in the factors has an energy of s^2 (outputs rank + inputs |Z|^2) in Z, to first order. In any
+    other factors it is s^2 (outputs |F|^2 + inputs |U|^2), which has no bound.
 
     The factors are public, and so is what follows from them: it costs no privacy.
 
