@@ -274,9 +274,9 @@ def _check_widths(policy: Policy) -> None:
         )
     products = {"dtypes.compute": policy.compute_dtype}
     products |= {f"modules.compute of {one.match!r}": one.compute_dtype for one in policy.modules}
-    limits = [("accumulate", "float32", _FLOAT32), ("noise", "float32", _FLOAT32)]
-    limits += [("accumulate", f"{key} ({dtype})", dtype) for key, dtype in products.items()]
-    for key, name, least in limits if not policy.unsafe else ():
+    wide = [("accumulate", "float32", _FLOAT32), ("noise", "float32", _FLOAT32)]
+    wide += [("accumulate", f"{key} ({dtype})", dtype) for key, dtype in products.items()]
+    for key, name, least in wide if not policy.unsafe else ():
         dtype = dtypes_of(policy)[key]
         if _wider(dtype, least) != dtype:
             allowed = ", ".join(str(one) for one in DTYPES.values() if _wider(one, least) == one)

@@ -87,7 +87,9 @@ SETTINGS = st.fixed_dictionaries(
         "rounding": st.sampled_from(["nearest", "stochastic"]),
     }
 )
-RULES = st.lists(st.tuples(PATTERNS, DTYPES), max_size=3, unique_by=lambda rule: rule[0])
+RULES = st.lists(
+    st.tuples(PATTERNS, DTYPES, st.none() | DTYPES), max_size=3, unique_by=lambda rule: rule[0]
+)
 
 
 @pytest.mark.slow
@@ -95,7 +97,7 @@ RULES = st.lists(st.tuples(PATTERNS, DTYPES), max_size=3, unique_by=lambda rule:
 @hypothesis.settings(max_examples=200, deadline=None)
 def test_str_parses_back_to_an_equal_policy(settings, rules):
     with jax.enable_x64(True):
-        modules = [ModuleRule(match, dtype) for match, dtype in rules]
+        modules = [ModuleRule(match, dtype, param_dtype=kept) for match, dtype, kept in rules]
         policy = Policy(**settings, modules=modules, unsafe=True, narrow_optimizer=True)
         again = parse_policy(str(policy))
         assert again == policy

@@ -75,6 +75,38 @@ def test_gradients_are_clipped_after_they_are_scaled():
     report.raise_if_violated()
 
 
+def pairs(model):
+    return [(model["right"][0], model["right"][1]), (model["left"][0], model["left"][1])]
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_norms_and_noise_of_lora_do_not_depend_on_its_factors(scale):
+    """Two adapters, U F on the left and F U on the right of an input, against a product alone."""
+    rng = np.random.default_rng(0)
+    inner, outer, x = (rng.normal(size=s).astype(np.float32) for s in ((2, 7), (5, 2), (4, 7)))
+    factors = (inner * scale, outer / scale)
+    given = {"right": factors, "left": tuple(one.T for one in factors)}
+    model = optimizers.orthonormalized(jax.tree.map(jnp.asarray, given), pairs)
+    product = outer.astype(float) @ inner
+    np.testing.assert_allclose(model["right"][1] @ model["right"][0], product, 1e-4, 1e-5)
+    np.testing.assert_allclose(model["left"][0] @ model["left"][1], product.T, 1e-4, 1e-5)
+    np.testing.assert_allclose(model["right"][0] @ model["right"][0].T, np.eye(2), atol=1e-5)
+    loss = lambda m, x: jnp.sum(jnp.sin(m["right"][1] @ (m["right"][0] @ x)))  # noqa: E731
+    grad_fn = dp.filter_value_and_clipped_grad(loss, l2_clip_norm=1.0)
+    norms = grad_fn(model, x)[0].grad_norm
+    q = np.linalg.qr(inner.T.astype(float))[0]
+    for found, one in zip(norms, x.astype(float), strict=True):
+        of_product = np.outer(np.cos(product @ one), one)
+        squares = np.sum((of_product @ q) ** 2) + np.sum((q.T @ product.T @ of_product) ** 2)
+        np.testing.assert_allclose(found, np.sqrt(squares), rtol=1e-4)
+    optimizer = optimizers.lora_orthonormal(optax.adam(0.1), pairs)
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, model), optimizer.init(model), model)
+    moved, after = jax.tree.map(lambda p: p - 0.1, model), optax.apply_updates(model, updates)
+    for (f, u), (g, v) in zip(pairs(moved)[:1], pairs(after)[:1], strict=True):
+        np.testing.assert_allclose(v @ g, u @ f, 1e-4, 1e-4)
+        np.testing.assert_allclose(g @ g.T, np.eye(2), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -82,6 +114,7 @@ def test_gradients_are_clipped_after_they_are_scaled():
         (lambda: optimizers.disk(optax.sgd(0.1), 0.0), "kappa must be above 0"),
         (lambda: optimizers.disk_iterate(0, optax.sgd(1).init(0)), "optimizers.disk in it"),
         (lambda: optimizers.adam_scaled(0.1, 0.0), "scale_eps must be above 0"),
+        (lambda: optimizers.lora_orthonormal(optax.sgd(0.1), None), "factors"),
     ],
 )
 def test_what_is_refused(make, reason):

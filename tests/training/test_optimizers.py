@@ -16,6 +16,7 @@ from tests.training.test_step import counted_compilations
 OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2),
+    "muon": lambda: optax.contrib.muon(1e-2),
     **AROUND,
 }
 QUICK = ("adam", "schedule_free", "multi_steps")

@@ -9,6 +9,7 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.privacy import fold_text, key_from_secret
+from tests import models
 from tests.training.runs import XS, YS, seeded, small_model
 
 NARROW = "optimizer=bf16,narrow_optimizer=true"
@@ -98,3 +99,52 @@ def test_the_bits_are_of_the_seed_the_step_and_the_path():
     for one, other in zip(jax.tree.leaves(state.model), jax.tree.leaves(expected), strict=True):
         if eqx.is_array(one):
             np.testing.assert_array_equal(one, other)
+
+
+RULED = """
+[dtypes]
+params = "float32"
+compute = "bfloat16"
+output = "float32"
+accumulate = "float32"
+noise = "float32"
+[[modules]]
+match = "layers.1"
+params = "bfloat16"
+"""
+
+
+@pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float32])
+def test_what_is_frozen_keeps_its_dtype_unless_a_rule_has_one(tmp_path, given):
+    """Layer 0 is frozen, a rule stores layer 1 in bfloat16, of which the bias is frozen too."""
+    case, file = models.mlp(), tmp_path / "ruled.toml"
+    file.write_text(RULED)
+    policy = dp.load_policy(file)
+    assert dp.parse_policy(str(policy)) == policy
+    cast = lambda x: x.astype(given) if eqx.is_inexact_array(x) else x  # noqa: E731
+    model = jax.tree.map(cast, case.model)
+    where = lambda m: [m.layers[1].weight, m.layers[2].weight, m.layers[2].bias]  # noqa: E731
+    nothing = jax.tree.map(lambda _: False, model)
+    spec = eqx.tree_at(where, nothing, replace_fn=lambda _: True)
+    options = {"policy": policy, "filter_spec": spec, "loss": case.loss}
+    step, batch = seeded(optimizer=optax.adam(0.1), **options), case.batch(8)
+    state = step.init(model)
+    for _ in range(2):
+        after = step(state, *batch, is_padding_example=MASK)
+        first, second, third = after.model.layers
+        assert {first.weight.dtype, first.bias.dtype} == {jnp.dtype(given)}
+        np.testing.assert_array_equal(first.weight, model.layers[0].weight)
+        np.testing.assert_array_equal(second.bias, model.layers[1].bias.astype(jnp.bfloat16))
+        assert {second.weight.dtype, second.bias.dtype} == {jnp.dtype(jnp.bfloat16)}
+        assert {third.weight.dtype, third.bias.dtype} == {jnp.dtype(jnp.float32)}
+        state = after
+    sizes = sorted(x.size for x in moments(state) if x.ndim)
+    assert sizes == sorted(2 * [x.size for x in where(model)])
+    check = dp.check_precision(step, state, *batch, is_padding_example=MASK, policy=policy)
+    check.raise_if_violated()
+    rows = dp.explain(step.grad_fn, model, *batch, is_padding_example=MASK).rows
+    assert [row.param_dtype for row in rows] == ["bfloat16", "float32", "float32"]
+    plan = dp.plan_memory(step.grad_fn, model, *batch, compiled=False)
+    stored = sum(x.nbytes for x in jax.tree.leaves(state.model) if eqx.is_array(x))
+    copies = sum(x.size * 2 for x in jax.tree.leaves(state.model) if x.dtype == jnp.float32)
+    assert plan.parts.parameters == stored + copies
