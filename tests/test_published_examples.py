@@ -1,7 +1,9 @@
 """The examples that stand beside published results, on small stand-ins for their data."""
 
 import gzip
+import importlib
 import json
+import zipfile
 
 import equinox as eqx
 import jax
@@ -206,62 +208,96 @@ def test_scenes_of_shakespeare_train(monkeypatch, capsys):
     assert "42 private scenes of 2 windows, 6 held out" in capsys.readouterr().out
 
 
-GPT2_NAMES = (
-    "wte.weight wpe.weight h.0.ln_1.weight h.0.ln_1.bias h.0.attn.c_attn.weight "
-    "h.0.attn.c_attn.bias h.0.attn.c_proj.weight h.0.attn.c_proj.bias h.0.ln_2.weight "
-    "h.0.ln_2.bias h.0.mlp.c_fc.weight h.0.mlp.c_fc.bias h.0.mlp.c_proj.weight "
-    "h.0.mlp.c_proj.bias ln_f.weight ln_f.bias"
+LAYER = (
+    "attention.self.query attention.self.key attention.self.value attention.output.dense "
+    "attention.output.LayerNorm intermediate.dense output.dense output.LayerNorm"
 )
 
 
-@pytest.mark.slow
-def test_a_model_is_read_by_the_names_of_gpt2(tmp_path):
-    module, file = load("gpt2"), tmp_path / "model.safetensors"
-    model, other = (module.GPT2(128, 16, 8, 1, 2, jax.random.key(seed)) for seed in range(2))
-    arrays = module.names_of(model)
-    assert sorted(arrays) == sorted(GPT2_NAMES.split())
-    assert {x.shape for name, x in arrays.items() if "c_" in name and x.ndim == 2} == {
-        *((8, 24), (8, 8), (8, 32), (32, 8))  # inputs first
-    }
-    save_file(arrays | {"h.0.attn.bias": jnp.ones((1, 1, 16, 16))}, file)  # a mask, as GPT-2 has
-    assert eqx.tree_equal(module.load_by_name(file, other), model)
-    text = jnp.arange(16)
-    changed = model(text.at[8].set(100)) != model(text)
-    np.testing.assert_array_equal(jnp.any(changed, axis=1), np.arange(16) > 8)
-    for wrong, found in ((arrays | {"ln_f.bias": jnp.ones(9)}, r"shape \(9,\)"), ({}, "no such")):
-        save_file({**wrong, "another": jnp.ones(1)}, file)
-        with pytest.raises(ValueError, match=rf"must have shape.*found {found}"):
-            module.load_by_name(file, other)
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A package with an encoder of two narrow blocks, under the published names."""
+    minilm, rng = load("minilm"), np.random.default_rng(0)
+    sizes = {"VOCABULARY": 50, "POSITIONS": 40, "WIDTH": 8, "INNER": 16, "HEADS": 2, "DEPTH": 2}
+    for name, size in sizes.items():
+        monkeypatch.setattr(minilm, name, size)
+    rows = {"word": 50, "position": 40, "token_type": 2}
+    arrays = {f"embeddings.{name}_embeddings.weight": (n, 8) for name, n in rows.items()}
+    layers = [f"encoder.layer.{i}.{name}" for i in range(2) for name in LAYER.split()]
+    for name in ("embeddings.LayerNorm", *layers):
+        is_last = name.endswith("dense") and "attention" not in name and "inter" not in name
+        outputs, inputs = 16 if "inter" in name else 8, 16 if is_last else 8
+        arrays[f"{name}.weight"] = (8,) if name.endswith("Norm") else (outputs, inputs)
+        arrays[f"{name}.bias"] = (outputs,)
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in arrays.items()}
+    save_file({"pooler.dense.bias": jnp.ones(8), **arrays}, tmp_path / "model.safetensors")
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as files:
+        files.write(tmp_path / "model.safetensors", "model.safetensors")
+    monkeypatch.setattr(minilm, "_package", lambda: zipfile.ZipFile(tmp_path / "model.zip"))
+    return minilm, arrays
+
+
+def test_an_encoder_is_read_by_its_published_names(tiny, monkeypatch):
+    minilm, arrays = tiny
+    model = minilm.pretrained(jnp.bfloat16)
+    assert len(arrays) == len(jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    for name, x in (
+        ("embeddings.LayerNorm.bias", model.norm.bias),
+        ("encoder.layer.1.output.dense.weight", model.blocks[1].down.weight),
+        ("encoder.layer.0.attention.output.dense.weight", model.blocks[0].mixed.weight),
+        (
+            "encoder.layer.1.attention.output.LayerNorm.weight",
+            model.blocks[1].after_attention.weight,
+        ),
+    ):
+        np.testing.assert_array_equal(x, arrays[name].astype(jnp.bfloat16))
+    tokens = np.array([[3, 4, 5, 0, 0], [3, 4, 5, 9, 9]])
+    one, other = (minilm.embeddings(model, tokens[:, :n])[0] for n in (3, 5))
+    np.testing.assert_allclose(one, other, atol=0.02)  # padding changes nothing
+    monkeypatch.setattr(minilm, "INNER", 12)
+    with pytest.raises(ValueError, match=r"intermediate.dense.weight has shape \(16, 8\)"):
+        minilm.pretrained()
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_fine_tuned_and_saved_with_its_statement(tmp_path):
-    module = load("finetune_gpt2")
-    words = [
-        "--steps",
-        "3",
-        "--base-steps",
-        "20",
-        "--width",
-        "16",
-        "--depth",
-        "1",
-        "--prob",
-        "0.001",
-    ]
-    before, after = module.main([*words, "--length", "8", "--out", str(tmp_path)])
-    assert before < np.log(128) - 0.1  # the public text taught it something
-    assert abs(after - before) < 0.5
-    released, epsilon = statement(tmp_path / "run")
+def test_the_encoder_computes_what_its_package_says(tmp_path):
+    """By PyTorch, from the same weights: the vector of every word."""
+    for name in ("torch", "transformers", "tokenizers", "all_minilm_l6_v2"):
+        pytest.importorskip(name)
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    minilm = load("minilm")
+    with minilm._package() as files:
+        files.extractall(tmp_path)
+    tokens = minilm.tokens_of(["Less than fresh.", "A slick, well-oiled machine!"], 12)
+    reference, ids = transformers.BertModel.from_pretrained(tmp_path).eval(), torch.tensor(tokens)
+    with torch.no_grad():
+        wanted = reference(ids, attention_mask=(ids != 0).long()).last_hidden_state.numpy()
+    found, is_word = jax.vmap(minilm.pretrained())(jnp.asarray(tokens)), tokens != 0
+    assert is_word.sum() < is_word.size
+    np.testing.assert_allclose(found[is_word], wanted[is_word], atol=2e-5)
+
+
+@pytest.mark.slow
+def test_an_encoder_is_fine_tuned_and_saved_with_its_statement(tiny, tmp_path, monkeypatch):
+    minilm, _ = tiny
+    module, rng = load("finetune_reviews"), np.random.default_rng(0)
+    for name in ("DEPTH", "WIDTH", "Block", "pretrained"):
+        monkeypatch.setattr(module, name, getattr(minilm, name))
+    labels = rng.integers(0, 2, 400).astype(np.int32)
+    monkeypatch.setattr(module, "HELD_OUT", 100)
+    monkeypatch.setattr(module, "reviews", lambda: (["..."] * 400, labels))
+    words = rng.integers(3, 26, (400, 6)) + 23 * labels[:, None]  # good reviews have other words
+    monkeypatch.setattr(module, "tokens_of", lambda sentences, length: words.astype(np.int32))
+    options = ["--blocks", "1", "--prob", "0.2", "--out", str(tmp_path), "--rate", "0.1"]
+    assert module.main([*options, "--steps", "30", "--non-private"]) > 0.7
+    module.main([*options, "--steps", "3"])
+    released, epsilon = statement(tmp_path / "3")
     assert (released, round(epsilon, 1)) == (3, 3.0)
-    adapters = dp.load_model(tmp_path / "adapters.safetensors", like=lora_of(module))
-    shapes = [x.shape for x in jax.tree.leaves(adapters)]
-    assert shapes == [(16, 4), (4, 48), (16, 4), (4, 16), (16, 4), (4, 64), (64, 4), (4, 16)]
-
-
-def lora_of(module):
-    model = module.GPT2(128, 8, 16, 1, 4, jax.random.key(0))
-    return eqx.filter(*module.adapted(model, jax.random.key(1)))
+    model = module.Classifier(minilm.pretrained().blocks[1:], jax.random.key(1))
+    kept = eqx.filter(model, module.trained(model))
+    for inner, outer in module.factors(dp.load_model(tmp_path / "3.safetensors", like=kept)):
+        np.testing.assert_allclose(inner @ inner.T, np.eye(4), atol=1e-5)
+        assert np.any(outer != 0)
 
 
 # CIFAR-10.
