@@ -87,9 +87,8 @@ SETTINGS = st.fixed_dictionaries(
         "rounding": st.sampled_from(["nearest", "stochastic"]),
     }
 )
-RULES = st.lists(
-    st.tuples(PATTERNS, DTYPES, st.none() | DTYPES), max_size=3, unique_by=lambda rule: rule[0]
-)
+RULE = st.tuples(PATTERNS, DTYPES, st.none() | DTYPES)
+RULES = st.lists(RULE, max_size=3, unique_by=lambda rule: rule[0])
 
 
 @pytest.mark.slow

@@ -72,6 +72,7 @@ SOURCES = {
     "arguments": (Source(lambda i: (XS[i], YS[i])), (XS, YS)),
     "pair": (Source(lambda i: Pair(XS[i], YS[i])), (Pair(XS, YS),)),
     "jax": (Source(lambda i: jax.numpy.asarray(XS)[i]), (XS,)),
+    "bfloat16": (XS.astype(jax.numpy.bfloat16), (XS.astype(jax.numpy.bfloat16),)),
     "columns by name": ({"x": XS, "y": YS}, ({"x": XS, "y": YS},)),
     "records": (dp.Records(list(zip(XS, YS, strict=True))), (XS, YS)),
     "decoded": (dp.Records(Stored(), lambda y: {"y": np.float32(y)}), ({"y": YS},)),
