@@ -127,27 +127,36 @@ LEAST_NOISE = 1e-3
 WIDEST_INTERVAL = 300.0
 
 
+Runs = tuple[tuple[Run, float], ...]
+"""Runs that are seen together, of at least one step each, and the noise multiplier of each."""
+
+
 # A progress bar asks for the same figure at every refresh.
 @functools.lru_cache(maxsize=4096)
-def epsilon_of(run: Run, noise_multiplier: float, delta: float) -> float:
-    """Epsilon of a run, at delta less what float64 may lose of it; infinite if nothing is left."""
-    if run.steps == 0:
-        return 0.0
-    if noise_multiplier < LEAST_NOISE:
-        return math.inf
-    interval = discretization(run, noise_multiplier)
-    return epsilon_at(run, noise_multiplier, delta_left(run, delta), interval)
+def epsilon_of(runs: Runs, delta: float) -> float:
+    """Epsilon of runs, at delta less what float64 may lose of it; infinite if nothing is left."""
+    return epsilon_at(runs, delta_left(runs, delta))
 
 
 @functools.lru_cache(maxsize=64)
-def epsilon_at(run: Run, noise_multiplier: float, left: float, interval: float) -> float:
+def epsilon_at(runs: Runs, left: float, interval: float | None = None) -> float:
     """Epsilon at a discretization: that of PLDAccountant for `event_of`, where there is one.
 
-    The run has at least one step, with at least `LEAST_NOISE`; `left` is by `delta_left`.
+    `left` is by `delta_left`. The interval is by default the widest by `discretization`.
     """
-    if left <= 0 or interval > WIDEST_INTERVAL:
+    if left <= 0 or any(noise < LEAST_NOISE for _, noise in runs):
         return math.inf
-    return float(losses_of(run, noise_multiplier, interval).get_epsilon_for_delta(left))
+    width = interval or max(discretization(*run) for run in runs)
+    if width > WIDEST_INTERVAL:
+        return math.inf
+    together = [losses_of(*run, width) for run in runs]
+    return float(functools.reduce(_both, together).get_epsilon_for_delta(left))
+
+
+def _both(
+    one: pld.PrivacyLossDistribution, other: pld.PrivacyLossDistribution
+) -> pld.PrivacyLossDistribution:
+    return one.compose(other)
 
 
 @functools.lru_cache(maxsize=2)
@@ -166,9 +175,9 @@ def _is_allocated(run: Run, noise_multiplier: float) -> bool:
     return run.bins > 1 and noise_multiplier >= random_allocation.LEAST_NOISE
 
 
-def delta_left(run: Run, delta: float) -> float:
+def delta_left(runs: Runs, delta: float) -> float:
     """Delta less what float64 may lose of it."""
-    return delta - run.steps * ROUNDING_DELTA
+    return delta - sum(run.steps for run, _ in runs) * ROUNDING_DELTA
 
 
 # They take most of the time, and are the same for other numbers of steps.

@@ -28,13 +28,13 @@ def least_noise_of(run: Run, delta: float, budget: float) -> float:
     It is searched by a rough epsilon first. From there, two of Newton's steps by an epsilon that is
     nearly right most often suffice; else `least_noise` searches on.
     """
-    left = delta_left(run, delta)
+    left = delta_left(((run, 1.0),), delta)
 
     def wide(own: float) -> float:
         return max(own, min(_COARSE * own, budget / 50))
 
     def roughly(noise: float) -> float:
-        return epsilon_at(run, noise, left, wide(discretization(run, noise)))
+        return epsilon_at(((run, noise),), left, wide(discretization(run, noise)))
 
     def nearly(noise: float) -> float:
         # What discretization adds to epsilon grows with the square of the intervals.
@@ -42,12 +42,15 @@ def least_noise_of(run: Run, delta: float, budget: float) -> float:
         if (widest := wide(own)) == own or math.isinf(rough):
             return rough
         narrower = max(own, widest / _CLOSER)
-        closer = epsilon_at(run, noise, left, narrower)
+        closer = epsilon_at(((run, noise),), left, narrower)
         share = (narrower**2 - own**2) / (widest**2 - narrower**2)
         return closer - (rough - closer) * share
 
     tolerance = 1e-4 if left > 0.9 * delta else 5e-3
-    exactly = functools.partial(epsilon_of, run, delta=delta)
+
+    def exactly(noise: float) -> float:
+        return epsilon_of(((run, noise),), delta)
+
     exceeds, rough, near = (
         functools.partial(_excess, one, budget) for one in (exactly, roughly, nearly)
     )

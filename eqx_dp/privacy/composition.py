@@ -1,15 +1,14 @@
 """One budget for several releases: plans whose runs are seen together."""
 
 import dataclasses
-import functools
+import itertools
 import math
 from typing import SupportsFloat
 
 import dp_accounting
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from ..expected import expect, real_number
-from .accounting import LEAST_NOISE, WIDEST_INTERVAL, discretization, losses_of
+from .accounting import epsilon_at
 from .finite_precision import PRECISION_EPSILON
 from .plan import PrivacyPlan
 
@@ -47,11 +46,11 @@ class Composition:
                 f"precision of these plans may cost; found {self.delta:g}."
             )
         for plan in self.plans:
-            if plan.mechanism().reduced() is None:
+            if not plan.mechanism().reduced():
                 raise ValueError(
-                    f"plans of {type(plan.sampling).__name__} have no privacy loss distribution "
-                    "with this noise, and cannot be composed. Take Poisson, CyclicPoisson or "
-                    "RandomAllocation."
+                    f"plans of {type(plan.sampling).__name__} have no privacy loss distribution, "
+                    "and cannot be composed. Take Poisson, CyclicPoisson, RandomAllocation or "
+                    "BallsInBins."
                 )
 
     @property
@@ -66,16 +65,8 @@ class Composition:
     def epsilon(self) -> float:
         """Epsilon of all releases together, at `delta`; infinite if one has hardly any noise."""
         reduced = [plan.mechanism().reduced(plan.noise_multiplier) for plan in self.plans]
-        runs = [one for one in reduced if one is not None]
-        if any(noise < LEAST_NOISE for _, noise in runs):
-            return math.inf
-        interval = max(discretization(*run) for run in runs)
-        if interval > WIDEST_INTERVAL:
-            return math.inf
-        first, *others = (losses_of(*run, interval) for run in runs)
-        together = functools.reduce(PrivacyLossDistribution.compose, others, first)
-        found = float(together.get_epsilon_for_delta(self._left))
-        return found + len(self.plans) * PRECISION_EPSILON
+        runs = tuple(itertools.chain.from_iterable(reduced))
+        return epsilon_at(runs, self._left) + len(self.plans) * PRECISION_EPSILON
 
 
 def compose(*plans: PrivacyPlan, delta: SupportsFloat | None = None) -> Composition:
@@ -88,8 +79,7 @@ def compose(*plans: PrivacyPlan, delta: SupportsFloat | None = None) -> Composit
 
     Args:
         *plans: two or more, with one neighboring relation and one unit (all of users, or none), of
-            kinds that have a privacy loss distribution: neither `FixedSize` nor those that Monte
-            Carlo accounts for.
+            kinds that have a privacy loss distribution: neither `FixedSize` nor `MinSeparation`.
         delta: of all together; by default the sum of theirs.
 
     Returns:

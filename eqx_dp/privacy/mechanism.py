@@ -8,11 +8,21 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant
+from jaxtyping import Float64
+from scipy import signal
 
 from . import monte_carlo
-from .accounting import Run, epsilon_of, event_of
+from .accounting import LEAST_NOISE, Run, Runs, epsilon_of, event_of
 from .calibration import least_noise, least_noise_of
-from .sampling_kinds import BallsInBins, CyclicPoisson, FixedSize, Kind, Poisson, RandomAllocation
+from .sampling_kinds import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    Kind,
+    MinSeparation,
+    Poisson,
+    RandomAllocation,
+)
 from .strategies import Banded
 
 
@@ -27,7 +37,7 @@ class Mechanism(NamedTuple):
     | `FixedSize` | independent | Renyi divergences (`REPLACE_ONE` alone) |
     | `RandomAllocation` | independent | the distribution of a cycle (`random_allocation.py`) |
     | `BallsInBins` | independent | the same, of one cycle with the noise / sqrt(cycles) |
-    | `BallsInBins` | `Banded` | Monte Carlo |
+    | `BallsInBins` | `Banded` | the less of a distribution (`_in_bins`) and Monte Carlo |
     | `MinSeparation` | any | Monte Carlo |
 
     Attributes:
@@ -45,8 +55,12 @@ class Mechanism(NamedTuple):
     def counted(self, steps: int) -> int:
         """The steps that a start of so many counts for: a cycle that was begun, as a whole."""
         match self.sampling:
-            case CyclicPoisson(cycle=cycle) | RandomAllocation(cycle=cycle):
-                return -(-steps // cycle) * cycle
+            case (
+                CyclicPoisson(cycle=cycle)
+                | RandomAllocation(cycle=cycle)
+                | BallsInBins(cycle=cycle)
+            ):
+                return steps if self.is_one_start else -(-steps // cycle) * cycle
             case _:
                 return steps
 
@@ -54,16 +68,21 @@ class Mechanism(NamedTuple):
     def is_one_start(self) -> bool:
         """Whether all steps must be taken by one start.
 
-        Examples keep a bin, or a distance, over the whole run; another start draws others. So
-        accounting knows a run of one start alone.
+        Examples keep a distance over the whole run, and another start does not know when an example
+        took part last. Starts of `BallsInBins` cost at most one run if all have whole cycles and
+        noise is independent (`correlated_noise.md`, part 2).
         """
-        composed = Poisson | CyclicPoisson | FixedSize | RandomAllocation
-        return not isinstance(self.sampling, composed)
+        match self.sampling:
+            case BallsInBins(cycle=cycle):
+                return self.steps % cycle > 0 or len(self.column()) > 1
+            case sampling:
+                return isinstance(sampling, MinSeparation)
 
     @property
     def confidence(self) -> float:
         """In `epsilon`: below 1 where it comes from random draws."""
-        is_by_samples = self.is_one_start and self.reduced() is None
+        is_correlated = isinstance(self.sampling, BallsInBins) and len(self.column()) > 1
+        is_by_samples = is_correlated or isinstance(self.sampling, MinSeparation)
         return monte_carlo.CONFIDENCE if is_by_samples else 1.0
 
     def check(self) -> None:
@@ -98,10 +117,10 @@ class Mechanism(NamedTuple):
         found = self.noise.column(self.steps)
         return tuple(found[: int(np.flatnonzero(found)[-1]) + 1].tolist())
 
-    def reduced(self, noise_multiplier: float = 1.0) -> tuple[Run, float] | None:
-        """A run that has a privacy loss distribution and costs as much, and its noise multiplier.
+    def reduced(self, noise_multiplier: float = 1.0) -> Runs:
+        """Runs with a privacy loss distribution, which together cost as much or more.
 
-        None where there is none.
+        None of them where nothing is known. It has at least one step.
         """
         column, cycle = self.column(), getattr(self.sampling, "cycle", 1)
         rounds = -(-self.steps // cycle)
@@ -110,27 +129,75 @@ class Mechanism(NamedTuple):
                 if len(column) <= cycle:
                     # An example touches at most `cycle` rows of C G each time, and never one twice.
                     run = Run(probability, rounds, self.relation)
-                    return run, noise_multiplier / math.hypot(*column)
+                    return ((run, noise_multiplier / math.hypot(*column)),)
                 assert self.noise is not None
                 sensitivity = self.noise.sensitivity(rounds * cycle, cycle)
-                return Run(1.0, min(rounds, 1), self.relation), noise_multiplier / sensitivity
+                return ((Run(1.0, 1, self.relation), noise_multiplier / sensitivity),)
             case RandomAllocation():
-                return Run(1.0, rounds, self.relation, cycle), noise_multiplier
+                return ((Run(1.0, rounds, self.relation, cycle), noise_multiplier),)
             case BallsInBins() if len(column) == 1:
                 # An example moves the same step of each cycle. A begun cycle only costs less.
-                run = Run(1.0, min(self.steps, 1), self.relation, cycle)
-                return run, noise_multiplier / math.sqrt(max(rounds, 1))
+                run = Run(1.0, 1, self.relation, cycle)
+                return ((run, noise_multiplier / math.sqrt(rounds)),)
+            case BallsInBins():
+                return self._in_bins(np.array(column), cycle, noise_multiplier)
             case _:
-                return None
+                return ()
+
+    def _in_bins(
+        self, column: Float64[np.ndarray, "bands"], cycle: int, noise_multiplier: float
+    ) -> Runs:
+        """Runs that cost at least as much as `BallsInBins` with correlated noise.
+
+        One example, in bin i, moves what is released by a mode m_i at most (`monte_carlo.py`).
+        The density of the mixture of all modes to no mode is, under the latter,
+
+            X = mean over i of exp(v_i - G_ii / 2),  v normal with the covariances G,
+
+        G the inner products of the modes, divided by the variance of the noise. Delta is the mean
+        of a convex function of X, in both directions (`random_allocation.py`). Two steps raise it:
+
+        1. Of the bins take every k-th, beginning with a random one: n = cycle // k of them. X is
+           the mean, over the beginnings, of the averages of n terms. A convex function of a mean is
+           at most the mean of the function (Jensen).
+        2. Raise the covariances: to a for two of the bins taken, and a + b for one, where no entry
+           of G is larger. That raises the mean of each convex function (Kahane 1986, "Sur le chaos
+           multiplicatif": his inequality for convex functions, of any Gaussian vectors).
+
+        With these covariances X is a product of two independent densities: of a Gaussian mechanism
+        of noise 1 / sqrt(a), and of a cycle of n steps of noise 1 / sqrt(b). So the two mechanisms
+        together cost at least as much. k is chosen by the variance of X; any is right.
+        """
+        in_first = np.arange(self.steps) % cycle == 0
+        mode = np.asarray(signal.lfilter(column, [1.0], in_first.astype(np.float64)))
+        # G of bins i < j is a sum over fewer steps than that of 0 and j - i.
+        inner = np.zeros(cycle)
+        found = signal.correlate(mode, mode, method="fft")[self.steps - 1 :][:cycle]
+        inner[: len(found)] = found + 1e-12 * found[0]  # what float64 may lose
+        inner[len(column) : cycle - len(column) + 1] = 0
+        # Modes k or more apart, on a circle: beginnings move all bins on.
+        apart = np.arange(1, cycle // 2 + 1)
+        furthest = np.maximum.accumulate(np.maximum(inner[apart], inner[-apart])[::-1])[::-1]
+        shared = np.append(furthest, 0) / noise_multiplier**2
+        own = inner[0] / noise_multiplier**2 - shared
+        bins = cycle // np.append(apart, cycle)
+        variance = shared + np.log1p(np.expm1(np.minimum(own, 700)) / bins)
+        best = int(np.argmin(variance))
+        runs = (int(bins[best]), own[best]), (1, shared[best])
+        return tuple(
+            (Run(1.0, 1, self.relation, count), float(square**-0.5))
+            for count, square in runs
+            if square > 0
+        )
 
     def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         """The event for dp_accounting; a ValueError where it has none."""
-        if (reduced := self.reduced(noise_multiplier)) is not None:
-            return event_of(*reduced)
+        if len(reduced := self.reduced(noise_multiplier)) == 1:
+            return event_of(*reduced[0])
         if not isinstance(self.sampling, FixedSize):
             raise ValueError(
-                f"dp_accounting has no event for {type(self.sampling).__name__} with this noise: "
-                "its epsilon is by Monte Carlo. For several releases together take CyclicPoisson."
+                f"dp_accounting has no event for {type(self.sampling).__name__} with this noise. "
+                "For several releases together take dp.compose, or CyclicPoisson."
             )
         gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
         sizes = self.sampling.num_examples, self.sampling.batch_size
@@ -141,18 +208,21 @@ class Mechanism(NamedTuple):
         """Epsilon at a delta."""
         if self.steps == 0:
             return 0.0
-        if (reduced := self.reduced(noise_multiplier)) is not None:
-            return epsilon_of(*reduced, delta)
-        if noise_multiplier == 0:
+        if noise_multiplier < LEAST_NOISE:
             return math.inf
         if isinstance(self.sampling, FixedSize):
             accountant = RdpAccountant(neighboring_relation=self.relation)
             return float(accountant.compose(self.event(noise_multiplier)).get_epsilon(delta))
+        runs = self.reduced(noise_multiplier)
+        found = epsilon_of(runs, delta) if runs else math.inf
+        if self.confidence == 1:
+            return found
         run = self.sampling, self.column(), self.steps
-        return monte_carlo.epsilon(*run, noise_multiplier, delta)
+        return min(found, monte_carlo.epsilon(*run, noise_multiplier, delta))
 
     def least_noise(self, delta: float, budget: float) -> float:
         """The least noise multiplier that keeps to a budget of epsilon: see `calibrate`."""
-        if (reduced := self.reduced()) is not None:
-            return least_noise_of(reduced[0], delta, budget) / reduced[1]
+        if len(reduced := self.reduced()) == 1 and self.confidence == 1:
+            ((run, noise),) = reduced
+            return least_noise_of(run, delta, budget) / noise
         return least_noise(functools.partial(self.epsilon, delta=delta), budget, 1e-3)

@@ -1,6 +1,7 @@
 """Epsilon for kinds of sampling that nothing else accounts for: by random samples of the loss.
 
-These are `BallsInBins` with correlated noise, and `MinSeparation`.
+These are `BallsInBins` with correlated noise (which has a second, looser bound without samples:
+`Mechanism._in_bins`), and `MinSeparation`.
 
 One example x is the question; what the others do is the same on both sides. Which steps x is in is
 drawn by the kind of sampling. Then the release is at worst a Gaussian around C times the indicator
@@ -84,6 +85,8 @@ def epsilon(
     Raises:
         MissingExtra: If jax_privacy is needed and not installed.
     """
+    if delta * _MOST_SAMPLES < _ENOUGH:
+        return math.inf
     failure = (1 - confidence) / 2  # of each of the two directions
     draw, width = _losses(kind, np.array(column[:steps]) / noise_multiplier, steps)
     affordable = min(_PRECISE / delta, _MOST_NUMBERS / width)

@@ -36,8 +36,8 @@ class PrivacyPlan(AccountedPlan):
     | `Poisson` | independent | privacy loss distributions |
     | `CyclicPoisson` | independent, `Banded` | privacy loss distributions |
     | `RandomAllocation` | independent | the distribution of a cycle (arXiv 2602.17284), composed |
-    | `BallsInBins` | independent | the same, of one cycle of less noise; a run has one start |
-    | `BallsInBins` | `Banded` | Monte Carlo; a run has one start |
+    | `BallsInBins` | independent | the same, of one cycle of less noise |
+    | `BallsInBins` | `Banded` | Monte Carlo, or a distribution if it is less; a run has one start |
     | `MinSeparation` | independent, `Banded` | Monte Carlo; a run has one start |
     | `FixedSize`, `REPLACE_ONE` | independent | Renyi divergences |
 

@@ -247,8 +247,9 @@ class BallsInBins(Bins):
     So each example takes part once in every `cycle` steps, in the same place of each cycle. It buys
     amplification for correlated noise of any number of bands (Choquette-Choo et al. 2024, arXiv
     2410.06266), and steady use of the data. With independent noise it is accounted for like
-    `RandomAllocation`. Correlated noise costs accounting by Monte Carlo: epsilon is an upper bound
-    with a stated confidence.
+    `RandomAllocation`. With correlated noise epsilon is the less of two upper bounds: by Monte
+    Carlo, with a stated confidence, and by a privacy loss distribution, which `compose` takes, to
+    any delta. The latter is up to a third larger.
 
     | case | what happens |
     |---|---|

@@ -78,9 +78,11 @@ def test_two_bins_by_an_integral(column, steps, noise, delta):
     modes = np.stack([strategy @ (np.arange(steps) % 2 == i) for i in (0, 1)])
     noise_of_plan = dp.Banded(strategy=column)
     plan = dp.PrivacyPlan(None, steps, noise, delta, sampling=BINS(2), noise=noise_of_plan)
-    is_exact = len(column) == 1
+    is_exact, truth = len(column) == 1, in_the_plane(modes, noise, delta)
     assert plan.accounting_confidence == (1 if is_exact else monte_carlo.CONFIDENCE)
-    assert 1 <= plan.epsilon() / in_the_plane(modes, noise, delta) < (1.005 if is_exact else 1.1)
+    assert 1 <= plan.epsilon() / truth < (1.005 if is_exact else 1.1)
+    alone = dp.compose(plan, delta=delta).epsilon()  # without samples
+    assert 1 <= alone / truth < (1.005 if is_exact else 1.2)
 
 
 THEIRS = [
@@ -103,6 +105,21 @@ def test_delta_is_that_of_jax_privacy(kind, theirs):
         for is_removed in (True, False)
     ]
     assert 0.2 * delta < max(theirs) < delta + 4 * math.sqrt(delta / count)
+
+
+@pytest.mark.parametrize("noise", [dp.Banded(strategy=(1.0, 0.5, 0.3)), dp.Banded.bisr(3)])
+@pytest.mark.parametrize(("cycle", "steps"), curated([(8, 8), (9, 40), (4, 30)], [(9, 40)]))
+def test_the_distribution_for_bins_is_above_samples(noise, cycle, steps):
+    plan = dp.PrivacyPlan(None, steps, 3.0, 0.01, sampling=BINS(cycle), noise=noise)
+    found, count = dp.compose(plan, delta=0.01).epsilon(), 200_000
+    column = np.array(plan.mechanism().column()) / 3.0
+    draw, _ = monte_carlo._losses(BINS(cycle), column, steps)
+    for is_removed in (True, False):
+        losses = draw(np.random.default_rng(1), count, is_removed)
+        deltas = [-np.expm1(np.minimum(found * x - losses, 0)) for x in (1.0, 0.65)]
+        error = 4 * np.std(deltas, axis=1) / math.sqrt(count)
+        assert np.mean(deltas[0]) - error[0] <= 0.01
+        assert is_removed <= (np.mean(deltas[1]) - error[1] > 0.01)
 
 
 def test_separations_at_the_edge():

@@ -276,7 +276,7 @@ def test_plans_compose_to_one_epsilon():
         ((half, plan_of(sampling_prob=0.1, unit=USERS)), None, "of rows, .*users"),
         ((), 1e-5, "no plan"),
         ((half,), 1e-9, "delta must exceed"),
-        ((half, plan_of(sampling=BINS, noise=Banded.bisr(2))), None, "cannot be composed"),
+        ((half, plan_of(sampling=dp.sampling.MinSeparation(0.1, 6))), None, "cannot be composed"),
     ):
         with pytest.raises(ValueError, match=message):
             dp.compose(*plans, delta=delta)
