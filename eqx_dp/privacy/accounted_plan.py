@@ -10,12 +10,13 @@ from dp_accounting import NeighboringRelation
 from ..expected import expect, real_number, whole_number
 from ..shown import shown
 from ..trade_off import TradeOff
-from .accounting import ROUNDING_DELTA, check_relation
+from .accounting import ROUNDING_DELTA, SENSITIVITY_OF_UNIT_NORM, check_relation
 from .finite_precision import PRECISION_EPSILON, PRECISION_SHARE
 from .mechanism import Mechanism
 from .plan_json import fields_of, written
 from .sampling import OVERFLOW_PROBABILITY
 from .sampling_kinds import Kind, Poisson
+from .selection import Tuned
 from .strategies import Banded
 from .users import Users
 
@@ -83,7 +84,8 @@ class AccountedPlan:
         *,
         epsilon: SupportsFloat,
         delta: SupportsFloat,
-        steps: SupportsIndex,
+        steps: SupportsIndex | None = None,
+        epochs: SupportsFloat | None = None,
         sampling_prob: SupportsFloat | None = None,
         neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
         sampling: Kind | None = None,
@@ -96,6 +98,8 @@ class AccountedPlan:
             epsilon: The budget: `plan.epsilon()` is at most this.
             delta: As for the plan.
             steps: As for the plan.
+            epochs: In place of `steps`: how often an example is expected to take part. Rounded up
+                to a step, or to a cycle.
             sampling_prob: As for the plan.
             neighboring_relation: As for the plan.
             sampling: As for the plan.
@@ -112,6 +116,14 @@ class AccountedPlan:
                 for the plan itself, the budget cannot be met, or hardly any noise meets it.
         """
         budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
+        if (epochs is None) == (steps is None):
+            raise ValueError(f"give either steps or epochs; found {steps=} and {epochs=}.")
+        if epochs is not None:
+            passes = real_number("epochs", epochs, lambda real: real > 0, "greater than 0")
+            kind = _kind(sampling_prob, sampling)
+            cycle = getattr(kind, "cycle", 1)
+            # What float64 may have added makes no further step.
+            steps = math.ceil(passes / (kind.step_prob * cycle) - 1e-6) * cycle
         extras: Any = {"sampling": sampling, "noise": noise, "unit": unit}
         draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation, **extras)
         if budget <= PRECISION_EPSILON:
@@ -166,6 +178,40 @@ class AccountedPlan:
     def advantage(self, steps: SupportsIndex | None = None) -> float:
         """By how much attacks find more than false alarms: `trade_off(steps).advantage`."""
         return self.trade_off(steps).advantage
+
+    def error(self, steps: SupportsIndex | None = None) -> float:
+        """Root mean square error of the prefix sums of gradients: one number to compare plans by.
+
+        What optimizers use of the gradients of t steps is mostly their sum. This is the standard
+        deviation of the noise in an entry of it, as a root mean square over t = 1, 2, ..., in units
+        of the clip norm. Divide it by the expected batch size to compare plans of several sampling
+        probabilities. It says nothing of single gradients, whose noise may grow meanwhile.
+
+        Args:
+            steps: As for `epsilon`.
+
+        Returns:
+            The error, 0 for no steps.
+
+        Raises:
+            ValueError: As for `epsilon`; noise is correlated, and there are more than 2^24 steps.
+        """
+        taken = self._steps_taken(steps)
+        stddev = self.noise_multiplier * SENSITIVITY_OF_UNIT_NORM[self.neighboring_relation]
+        if self.noise is None or taken == 0:
+            return stddev * math.sqrt((taken + 1) / 2) if taken else 0.0
+        return stddev * self.noise.error(taken)
+
+    def tuned(self, mean: SupportsFloat) -> Tuned:
+        """The best of a random number of runs of this plan, at the plan's delta.
+
+        Args:
+            mean: Of the number of runs, above 1.
+
+        Returns:
+            A [`Tuned`][]: its `draw` and `epsilon`; `dp.compose` takes it.
+        """
+        return Tuned(self, cast(float, mean))
 
     def event(self, steps: SupportsIndex | None = None) -> dp_accounting.DpEvent:
         """The event that `epsilon` accounts for, for dp_accounting.

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import dp_accounting
 from dp_accounting import NeighboringRelation
+from dp_accounting.pld import common
 from dp_accounting.pld import privacy_loss_distribution as pld
 
 from ..expected import expect
@@ -130,6 +131,9 @@ WIDEST_INTERVAL = 300.0
 Runs = tuple[tuple[Run, float], ...]
 """Runs that are seen together, of at least one step each, and the noise multiplier of each."""
 
+Pairs = tuple[tuple[float, float], ...]
+"""Epsilon and delta of releases of which nothing else is known."""
+
 
 # A progress bar asks for the same figure at every refresh.
 @functools.lru_cache(maxsize=4096)
@@ -139,24 +143,23 @@ def epsilon_of(runs: Runs, delta: float) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def epsilon_at(runs: Runs, left: float, interval: float | None = None) -> float:
+def epsilon_at(
+    runs: Runs, left: float, interval: float | None = None, finished: Pairs = ()
+) -> float:
     """Epsilon at a discretization: that of PLDAccountant for `event_of`, where there is one.
 
     `left` is by `delta_left`. The interval is by default the widest by `discretization`.
     """
     if left <= 0 or any(noise < LEAST_NOISE for _, noise in runs):
         return math.inf
-    width = interval or max(discretization(*run) for run in runs)
-    if width > WIDEST_INTERVAL:
+    width = interval or max([1e-4, *(discretization(*run) for run in runs)])
+    if max([width, *(epsilon for epsilon, _ in finished)]) > WIDEST_INTERVAL:
         return math.inf
     together = [losses_of(*run, width) for run in runs]
-    return float(functools.reduce(_both, together).get_epsilon_for_delta(left))
-
-
-def _both(
-    one: pld.PrivacyLossDistribution, other: pld.PrivacyLossDistribution
-) -> pld.PrivacyLossDistribution:
-    return one.compose(other)
+    parameters = (common.DifferentialPrivacyParameters(*pair) for pair in finished)
+    together += [pld.from_privacy_parameters(one, width) for one in parameters]
+    all_of_them = functools.reduce(pld.PrivacyLossDistribution.compose, together)
+    return float(all_of_them.get_epsilon_for_delta(left))
 
 
 @functools.lru_cache(maxsize=2)

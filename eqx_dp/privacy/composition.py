@@ -3,14 +3,20 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import SupportsFloat
 
 import dp_accounting
 
 from ..expected import expect, real_number
-from .accounting import epsilon_at
+from .accounting import Pairs, epsilon_at
+from .calibration import least_noise
 from .finite_precision import PRECISION_EPSILON
 from .plan import PrivacyPlan
+from .selection import Tuned
+
+Release = PrivacyPlan | Tuned | Sequence[float]
+"""A plan, the best of several runs, or the (epsilon, delta) of a finished release."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +34,19 @@ class Composition:
     Attributes:
         plans: of the releases.
         delta: of all together.
+        tuned: of which the best of several runs is released.
+        finished: (epsilon, delta) of releases that have no plan.
     """
 
     plans: tuple[PrivacyPlan, ...]
     delta: float
+    tuned: tuple[Tuned, ...] = ()
+    finished: Pairs = ()
 
     def __post_init__(self) -> None:
-        units = {(x.neighboring_relation.name, "users" if x.unit else "rows") for x in self.plans}
-        if len(units) != 1:
+        known = *self.plans, *(one.plan for one in self.tuned)
+        units = {(x.neighboring_relation.name, "users" if x.unit else "rows") for x in known}
+        if len(units) > 1 or not (units or self.finished):
             raise ValueError(
                 "plans that are composed must have one neighboring_relation and one unit; found "
                 f"{', '.join(sorted(map(' of '.join, units))) or 'no plan'}."
@@ -59,17 +70,44 @@ class Composition:
         return self.delta - math.fsum(plan.charged for plan in self.plans)
 
     def event(self) -> dp_accounting.DpEvent:
-        """All releases, for dp_accounting; as `PrivacyPlan.event`."""
+        """The releases of the plans, for dp_accounting; as `PrivacyPlan.event`."""
         return dp_accounting.ComposedDpEvent([plan.event() for plan in self.plans])
+
+    def within(self, epsilon: SupportsFloat) -> "Composition":
+        """The same plans with the least noise that keeps to a budget, all scaled by one factor.
+
+        For phases of one training run, whose noise or sampling changes: each is a plan, with the
+        noise multipliers in the wanted ratio.
+
+        Args:
+            epsilon: the budget of all releases together.
+
+        Returns:
+            A `Composition`, whose `plans` go to `make_step`, one after the other.
+
+        Raises:
+            ValueError: the budget is out of reach, or met with hardly any noise.
+        """
+        budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
+
+        def scaled(times: float) -> Composition:
+            noises = (plan.noise_multiplier * times for plan in self.plans)
+            plans = zip(self.plans, noises, strict=True)
+            changed = (dataclasses.replace(x, noise_multiplier=noise) for x, noise in plans)
+            return dataclasses.replace(self, plans=tuple(changed))
+
+        return scaled(least_noise(lambda times: scaled(times).epsilon(), budget, 1e-3))
 
     def epsilon(self) -> float:
         """Epsilon of all releases together, at `delta`; infinite if one has hardly any noise."""
         reduced = [plan.mechanism().reduced(plan.noise_multiplier) for plan in self.plans]
         runs = tuple(itertools.chain.from_iterable(reduced))
-        return epsilon_at(runs, self._left) + len(self.plans) * PRECISION_EPSILON
+        pairs = *self.finished, *((one.epsilon(), one.delta) for one in self.tuned)
+        found = epsilon_at(runs, self._left, finished=pairs)
+        return found + len(self.plans) * PRECISION_EPSILON
 
 
-def compose(*plans: PrivacyPlan, delta: SupportsFloat | None = None) -> Composition:
+def compose(*releases: Release, delta: SupportsFloat | None = None) -> Composition:
     """One epsilon for the releases of several plans.
 
     ```python
@@ -78,20 +116,36 @@ def compose(*plans: PrivacyPlan, delta: SupportsFloat | None = None) -> Composit
     ```
 
     Args:
-        *plans: two or more, with one neighboring relation and one unit (all of users, or none), of
+        *releases: plans with one neighboring relation and one unit (all of users, or none), of
             kinds that have a privacy loss distribution: neither `FixedSize` nor `MinSeparation`.
+            Also `plan.tuned(...)`, of any kind; and (epsilon, delta) of a finished release, for the
+            same neighbors, such as a plan without a distribution: `(plan.epsilon(), plan.delta)`.
         delta: of all together; by default the sum of theirs.
 
     Returns:
         A [`Composition`][].
 
     Raises:
-        ValueError: `plans` holds something else, plans of several relations or units, or one
+        ValueError: `releases` holds something else, plans of several relations or units, or one
             without a distribution; `delta` is out of its range, or less than overflow and precision
             cost.
     """
-    for plan in plans:
-        expect("plans", plan, PrivacyPlan, "dp.PrivacyPlan objects")
-    total = math.fsum(plan.delta for plan in plans) if delta is None else delta
+    plans, tuned, pairs = list[PrivacyPlan](), list[Tuned](), list[tuple[float, float]]()
+    allowed = "plans, plan.tuned(...), or pairs of epsilon and delta"
+    for release in releases:
+        expect("releases", release, (PrivacyPlan, Tuned, tuple), allowed)
+        match release:
+            case PrivacyPlan():
+                plans.append(release)
+            case Tuned():
+                tuned.append(release)
+            case (epsilon, of_pair):
+                least = real_number("epsilon", epsilon, lambda real: real >= 0, "at least 0")
+                share = real_number("delta", of_pair, lambda real: 0 <= real < 1, "in [0, 1)")
+                pairs.append((least, share))
+            case _:
+                raise ValueError(f"releases must be {allowed}; found {release!r}.")
+    deltas = *(x.delta for x in (*plans, *tuned)), *(share for _, share in pairs)
+    total = math.fsum(deltas) if delta is None else delta
     known = real_number("delta", total, lambda real: 0 < real < 1, "between 0 and 1, both excluded")
-    return Composition(plans, known)
+    return Composition(tuple(plans), known, tuple(tuned), tuple(pairs))

@@ -16,7 +16,7 @@ from .keys import Secret
 from .noise import gaussian_privatizer
 from .sample_size import Sampling
 from .sampling import Sampler
-from .sampling_kinds import FixedSize
+from .sampling_kinds import CyclicPoisson, FixedSize
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -138,7 +138,8 @@ class PrivacyPlan(AccountedPlan):
             ValueError: As for `PoissonSampler`.
 
         Warns:
-            UserWarning: If `delta` is at least 1 / `num_examples`.
+            UserWarning: If `delta` is at least 1 / `num_examples`; or C of `noise` has more bands
+                than the cycle of `CyclicPoisson`, and examples are left out without amplification.
         """
         sampler = Sampler(
             num_examples,
@@ -165,6 +166,15 @@ class PrivacyPlan(AccountedPlan):
                 f"delta is {self.delta:g}, and 1 / num_examples is {share:g} "
                 f"({sampler.num_examples} examples): such a delta allows a program to publish one "
                 "example at random, in full. Make a plan with a delta well below 1 / num_examples.",
+                stacklevel=1,
+            )
+        bands, cycle = len(self.mechanism().column()), getattr(self.sampling, "cycle", 1)
+        is_left_out = isinstance(self.sampling, CyclicPoisson) and self.sampling.sampling_prob < 1
+        if is_left_out and bands > cycle:
+            warnings.warn(
+                f"C has {bands} bands, more than the cycle of {cycle}, so leaving out examples "
+                "amplifies no privacy. Take sampling_prob=1, BallsInBins, or band_mf(bands, steps) "
+                "of at most as many bands as the cycle.",
                 stacklevel=1,
             )
         return sampler

@@ -192,13 +192,14 @@ class Banded:
             total[first:] += column[: len(column) - first]
         return float(np.linalg.norm(total))
 
-    def rmse(self, steps: SupportsIndex, separation: SupportsIndex) -> float:
-        """Root mean square error of the prefix sums of gradients, at noise multiplier 1.
-
-        Of all steps, in units of the clip norm; noise multiplier: per unit of `sensitivity`.
-        """
+    def error(self, steps: SupportsIndex) -> float:
+        """Root mean square of the noise in sums of the first 1, 2, ... steps; z of variance 1."""
         kept = np.cumsum(self.weights(steps))
-        return float(np.sqrt(np.cumsum(kept**2).mean()) * self.sensitivity(steps, separation))
+        return float(np.sqrt(np.cumsum(kept**2).mean()))
+
+    def rmse(self, steps: SupportsIndex, separation: SupportsIndex) -> float:
+        """`error`, where the standard deviation of z is the `sensitivity`: at equal privacy."""
+        return self.error(steps) * self.sensitivity(steps, separation)
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from eqx_dp import sampling
 from eqx_dp.privacy import NeighboringRelation, PrivacyPlan
 from eqx_dp.privacy.accounting import ROUNDING_DELTA
 from eqx_dp.privacy.finite_precision import PRECISION_EPSILON
@@ -53,6 +54,23 @@ def test_noise_is_that_of_a_fine_search(row):
     little = dataclasses.replace(plan, noise_multiplier=plan.noise_multiplier * (1 - tolerance))
     least = epsilon * (1 - 1e-12) - PRECISION_EPSILON
     assert little.epsilon() > (least * (1 - tolerance) if jumps else least)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "epochs", "steps"),
+    [
+        (sampling.Poisson(0.01), 3, 300),
+        (sampling.Poisson(0.3), 1, 4),
+        (sampling.CyclicPoisson(0.5, 7), 1.0, 14),
+        (sampling.BallsInBins(7), 0.9, 7),
+    ],
+)
+def test_epochs_are_steps(sampling, epochs, steps):
+    plan = PrivacyPlan.calibrate(epsilon=3.0, delta=1e-5, epochs=epochs, sampling=sampling)
+    assert plan.steps == steps
+    for both in ({}, {"epochs": 1, "steps": 1}):
+        with pytest.raises(ValueError, match="either steps or epochs"):
+            PrivacyPlan.calibrate(epsilon=3.0, delta=1e-5, sampling=sampling, **both)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from jax_privacy import batch_selection
 from scipy import stats
 
 import eqx_dp as dp
@@ -92,31 +91,6 @@ def test_draws_are_those_of_a_plain_draw(kind):
     deviations = (together[np.triu_indices(EXAMPLES, 1)] - expected) * math.sqrt(RUNS * STEPS)
     assert np.abs(deviations).max() < 9  # steps of an example are not independent
     assert np.abs(ours.mean((0, 1)) - kind.step_prob).max() < 5 * math.sqrt(0.25 / RUNS / 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "theirs"),
-    [
-        (dp.sampling.BallsInBins(4), batch_selection.BallsInBinsSampling(STEPS, 4)),
-        (dp.sampling.MinSeparation(0.3, 3), batch_selection.BMinSepSampling(0.3, STEPS, 3)),
-        (
-            dp.sampling.CyclicPoisson(0.6, 3),
-            batch_selection.CyclicPoissonSampling(
-                0.6, STEPS, None, 3, batch_selection.PartitionType.INDEPENDENT
-            ),
-        ),
-    ],
-    ids=str,
-)
-def test_draws_are_those_of_jax_privacy(kind, theirs):
-    codes, random = [], np.random.default_rng(7)
-    for _ in range(RUNS):
-        took_part = np.zeros((STEPS, EXAMPLES), bool)
-        for step, batch in enumerate(theirs.batch_iterator(EXAMPLES, random)):
-            took_part[step, batch] = True
-        codes.append(2 ** np.arange(STEPS) @ took_part)
-    ours = [2 ** np.arange(STEPS) @ drawn(kind, run) for run in range(RUNS)]
-    assert chi_square(np.concatenate(ours), np.concatenate(codes)) > 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import warnings
 
 import dp_accounting
 import jax
@@ -56,19 +57,11 @@ def test_sensitivity_and_error_are_those_of_matrices(name, steps, apart):
 
 
 @pytest.mark.slow
-def test_sensitivity_and_error_are_jax_privacys():
+def test_searched_strategies_have_less_error():
     toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
-    strategy = Banded.bisr(8)
-    with jax.enable_x64(True):
-        squared = toeplitz.minsep_sensitivity_squared(jnp.asarray(strategy.column(500)), 50)
-        padded = jnp.pad(jnp.asarray(strategy.noising), (0, 492))
-        error = toeplitz.per_query_error(noising_coef=padded).mean()
-    assert strategy.sensitivity(500, 50) == pytest.approx(math.sqrt(squared), rel=1e-9)
-    assert strategy.rmse(500, 50) == pytest.approx(math.sqrt(error * squared), rel=1e-9)
-    assert Banded.band_inv_mf(4, 500, 50).rmse(500, 50) < strategy.rmse(500, 50)
+    assert Banded.band_inv_mf(4, 500, 50).rmse(500, 50) < Banded.bisr(8).rmse(500, 50)
     banded = Banded.band_mf(8, 500)
-    coefficients = toeplitz.optimize_banded_toeplitz(500, 8)
-    wanted = math.sqrt(toeplitz.loss(coefficients, 500))
+    wanted = math.sqrt(toeplitz.loss(toeplitz.optimize_banded_toeplitz(500, 8), 500))
     assert banded.rmse(500, 500) == pytest.approx(wanted, rel=1e-4)
     assert banded.rmse(500, 500) < Banded().rmse(500, 500) / 2
 
@@ -280,6 +273,49 @@ def test_plans_compose_to_one_epsilon():
     ):
         with pytest.raises(ValueError, match=message):
             dp.compose(*plans, delta=delta)
+
+
+def test_finished_releases_and_phases():
+    assert dp.compose((1.0, 1e-6), (2.0, 0.0)).epsilon() == pytest.approx(3.0, abs=1e-3)
+    assert dp.compose((1.0, 1e-6), (2.0, 1e-6), delta=1e-6).epsilon() == math.inf
+    phases = [dp.PrivacyPlan(0.1, 20, 2.0, 5e-6), dp.PrivacyPlan(0.2, 20, 1.0, 5e-6)]
+    together = dp.compose(*phases, (0.5, 0.0)).within(3.0)
+    assert 2.99 < together.epsilon() <= 3.0
+    first, second = (plan.noise_multiplier for plan in together.plans)
+    assert first == 2 * second
+    for release in ((1.0,), (-1.0, 0.1), (1.0, 1.0), 3.0):
+        with pytest.raises(ValueError, match=r"releases|epsilon|delta"):
+            dp.compose(release)
+
+
+# Comparing plans.
+
+
+@pytest.mark.parametrize("name", ["independent", "kept", "bisr"])
+@pytest.mark.parametrize("relation", RELATIONS[:2])
+def test_the_error_of_a_plan_is_that_of_sums_of_its_noise(name, relation):
+    sampling, noise = dp.sampling.CyclicPoisson(0.2, cycle=6), STRATEGIES[name]
+    plan = plan_of(sampling=sampling, noise=noise, neighboring_relation=relation)
+    for steps in (1, 60):
+        sums = np.tril(np.ones((steps, steps))) @ dense(noise, steps)
+        moved = 1.2 * (1 + (relation is RELATIONS[1]))
+        assert plan.error(steps) == pytest.approx(moved * np.linalg.norm(sums) / math.sqrt(steps))
+    if name == "independent":
+        plain = plan_of(sampling_prob=0.1, neighboring_relation=relation)
+        assert plain.error() == pytest.approx(plan.error())
+    assert plan.error(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("cycle", "prob", "warns"), [(6, 0.2, True), (6, 1.0, False), (60, 0.2, False)]
+)
+def test_bands_above_the_cycle_warn_where_sampling_buys_nothing(cycle, prob, warns):
+    sampling = dp.sampling.CyclicPoisson(prob, cycle)
+    plan = plan_of(sampling=sampling, noise=STRATEGIES["bisr"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan.sampler(10**6, seed=b"s" * 32)
+    assert any("60 bands, more than the cycle" in str(one.message) for one in caught) == warns
 
 
 # The check of a traced step.
