@@ -11,6 +11,7 @@ place of 0.457 (means of three seeds; 0.319 to 0.341, and 0.420 to 0.483).
     python examples/correlated_noise.py
 
 Each kind of noise has the best of six rates, on seeds that the figures do not use (`--tune`).
+`--compare` holds `plan.error()` of more plans against their losses, each at its best rate.
 """
 
 import argparse
@@ -46,6 +47,36 @@ def plans(epsilon: float, steps: int, epochs: int) -> dict[str, dp.PrivacyPlan]:
         INDEPENDENT: dp.PrivacyPlan.calibrate(sampling_prob=prob, **same),
         CORRELATED: dp.PrivacyPlan.calibrate(sampling=cyclic, noise=banded, **same),
     }
+
+
+def compared(epsilon: float, steps: int, epochs: int) -> dict[str, dp.PrivacyPlan]:
+    """Plans that take as many images: Poisson sampling, random allocation, and some bands."""
+    same: dict[str, Any] = {"epsilon": epsilon, "delta": DELTA, "steps": steps}
+    allocation = dp.sampling.RandomAllocation(steps // epochs)
+    found = {
+        "Poisson": dp.PrivacyPlan.calibrate(sampling_prob=epochs / steps, **same),
+        "random allocation": dp.PrivacyPlan.calibrate(sampling=allocation, **same),
+    }
+    for bands in (2, 4, 8):
+        cyclic = dp.sampling.CyclicPoisson(bands * epochs / steps, cycle=bands)
+        noise = dp.Banded.band_mf(bands, steps)
+        found[f"{bands} bands"] = dp.PrivacyPlan.calibrate(sampling=cyclic, noise=noise, **same)
+    return found
+
+
+def compare(plans: dict[str, dp.PrivacyPlan], seeds: int) -> dict[str, np.ndarray]:
+    """Prints the error of each plan, and the losses at the rate that is best on another seed."""
+    found = dict[str, np.ndarray]()
+    for name, plan in plans.items():
+        rate = min(TRIED[1:5], key=lambda rate: train(plan, rate, FIRST_TUNED)[-1])
+        found[name] = np.array([train(plan, rate, seed)[-1] for seed in range(seeds)])
+        of_seeds = ", ".join(f"{one:.3f}" for one in found[name])
+        print(
+            f"{name}: error {plan.error():.2f}, rate {rate:g}, loss {found[name].mean():.3f} "
+            f"({of_seeds})",
+            flush=True,
+        )
+    return found
 
 
 def images() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -106,9 +137,13 @@ def main(words: list[str] | None = None) -> dict[str, np.ndarray]:
     parser.add_argument("--epochs", type=int, default=2, help="at most steps / 8 (default 2)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default 3)")
     parser.add_argument("--tune", action="store_true", help="compare rates, on other seeds")
+    parser.add_argument("--compare", action="store_true", help="plan.error() against losses")
     out = Path("out/correlated_noise.png")
     parser.add_argument("--out", type=Path, default=out, help="the picture")
     arguments: Any = parser.parse_args(words)
+    if arguments.compare:
+        of_all = compared(arguments.epsilon, arguments.steps, arguments.epochs)
+        return compare(of_all, arguments.seeds)
     found = dict[str, np.ndarray]()
     for name, plan in plans(arguments.epsilon, arguments.steps, arguments.epochs).items():
         if arguments.tune:

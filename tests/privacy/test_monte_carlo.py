@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
-from jax_privacy import batch_selection
-from jax_privacy.experimental.monte_carlo import delta_calculation, sample_generation
 from scipy import optimize, stats
 
 import eqx_dp as dp
@@ -83,28 +81,6 @@ def test_two_bins_by_an_integral(column, steps, noise, delta):
     assert 1 <= plan.epsilon() / truth < (1.005 if is_exact else 1.1)
     alone = dp.compose(plan, delta=delta).epsilon()  # without samples
     assert 1 <= alone / truth < (1.005 if is_exact else 1.2)
-
-
-THEIRS = [
-    (BINS(5), batch_selection.BallsInBinsSampling(12, 5)),
-    (APART(0.3, 3), batch_selection.BMinSepSampling(0.3, 12, 3)),
-]
-
-
-@pytest.mark.parametrize(("kind", "theirs"), curated(THEIRS, THEIRS[1:]), ids=str)
-def test_delta_is_that_of_jax_privacy(kind, theirs):
-    column, delta, count = (1.0, 0.5, 0.25), 0.02, 20_000
-    found = monte_carlo.epsilon(kind, column, 12, 1.5, delta)
-    theirs = [
-        delta_calculation.delta_from_epsilon_and_samples(
-            found,
-            sample_generation.get_privacy_loss_sample(
-                theirs, 1.5, np.array(column), 1, is_removed, count
-            )[0],
-        )
-        for is_removed in (True, False)
-    ]
-    assert 0.2 * delta < max(theirs) < delta + 4 * math.sqrt(delta / count)
 
 
 @pytest.mark.parametrize("noise", [dp.Banded(strategy=(1.0, 0.5, 0.3)), dp.Banded.bisr(3)])

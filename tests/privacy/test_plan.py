@@ -372,21 +372,6 @@ def test_the_last_example_never_counts_for_padding():
 
 # JSON.
 
-unit = st.floats(0, 1, exclude_min=True)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    unit,
-    st.integers(1, 10**6),
-    st.floats(0, 1e9),
-    st.floats(1e-5, 1, exclude_max=True),
-    st.sampled_from(RELATIONS),
-)
-def test_json_gives_an_equal_plan_back(sampling_prob, steps, noise_multiplier, delta, relation):
-    plan = PrivacyPlan(sampling_prob, steps, noise_multiplier, delta, relation)
-    assert PrivacyPlan.from_json(plan.to_json()) == plan
-
 
 def test_noise_follows_the_policy_of_the_gradients():
     with jax.enable_x64(True):
