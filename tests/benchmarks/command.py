@@ -52,6 +52,7 @@ TITLES = {
     "sharding": "A loss that constrains shardings",
     "fully_sharded": "Parameters spread over devices",
     "large_gpt": "GPTs of 300M and 1B parameters",
+    "checks": "The check of privacy, attacked",
 }
 # These need virtual devices.
 _DEVICES = {"sharding": 8, "fully_sharded": 8}
