@@ -225,7 +225,6 @@ METRICS = Kinds(
     far=(
         "metrics['step'] = STREAM.counter[0]",
         "metrics['zero'] = jnp.zeros_like(ys).sum()",
-        "metrics['none'] = jnp.where(ys[0] > 0, 1.0, 1.0)",
     ),
 )
 
