@@ -112,9 +112,10 @@ def test_an_optimizer_before_the_noise():
 def test_noise_by_a_key_that_depends_on_the_data():
     @jax.jit
     def step(model, state, x, y, mask):
-        key = jax.random.fold_in(state.key, jnp.sum(jnp.nan_to_num(x)).astype(jnp.int32))
-        gradient, after = NOISE.update(clipped(model, x, y, mask), state._replace(key=key))
-        return gradient, after._replace(key=state.key)
+        number = jnp.sum(jnp.nan_to_num(x)).astype(jnp.int32)
+        stream = state.stream._replace(key=jax.random.fold_in(state.stream.key, number))
+        gradient, _ = NOISE.update(clipped(model, x, y, mask), state._replace(stream=stream))
+        return gradient, state
 
     assert rules_of(audited(step, NOISE.init(MODEL))) == {"noise"}
 
