@@ -71,7 +71,7 @@ BIASES = {
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", BIASES)
 def test_attention_by_cudnn(kind, method, monkeypatch):
-    """For a batch, JAX before 0.11 adds up the gradient of a bias that examples share. (Traced.)"""
+    """For a batch, JAX before 0.11.1 adds up the gradient of a bias that examples share. (Traced.)"""
     bias, dropout = BIASES[kind]
     for check in ("check_cudnn_version", "check_compute_capability", "check_is_flash_attention"):
         monkeypatch.setattr(fused, check, lambda *_: 91000)
@@ -82,7 +82,7 @@ def test_attention_by_cudnn(kind, method, monkeypatch):
         return jnp.sum(result) ** 2
 
     refusal = refused(match="'dot_product_attention_.wd_wrapper' at .*test_isolation.py.*'xla'")
-    is_mixed = kind == "with dropout" or (kind == "learned" and jax.__version_info__ < (0, 11))
+    is_mixed = kind == "with dropout" or (kind == "learned" and jax.__version_info__ < (0, 11, 1))
     with refusal if is_mixed else contextlib.nullcontext():
         jax.eval_shape(
             clipped(loss, method),
