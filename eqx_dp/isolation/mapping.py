@@ -1,7 +1,7 @@
 """Whether JAX's batching rules keep mapped what is one example's own.
 
 A rule may leave a result unmapped: one value, of which `jax.vmap` then gives every example a copy.
-If an operand is an example's own, that value is of another example too. (Before JAX 0.11 the
+If an operand is an example's own, that value is of another example too. (Before JAX 0.11.1 the
 backward pass of cuDNN attention adds the gradient of a bias that examples share over the batch.)
 """
 

@@ -71,7 +71,7 @@ BIASES = {
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", BIASES)
 def test_attention_by_cudnn(kind, method, monkeypatch):
-    """For a batch, JAX before 0.11.1 adds up the gradient of a bias that examples share. (Traced.)"""
+    """For a batch, JAX before 0.11.1 adds up the gradient of a shared bias. (Traced on a CPU.)"""
     bias, dropout = BIASES[kind]
     for check in ("check_cudnn_version", "check_compute_capability", "check_is_flash_attention"):
         monkeypatch.setattr(fused, check, lambda *_: 91000)
