@@ -93,7 +93,9 @@ class TradeOff:
         """How far the trade-off function of `mu` is from the one of all pairs.
 
         The least d, to 1e-3, with which no attack on the Gaussian mechanism finds more than
-        `found(a + d)` + d at any false alarms a (arXiv 2503.10945). Below 0.01, `mu` says it all.
+        `found(a + d)` + d at any false alarms a. Of trade-off functions f and that of `mu`, f_mu:
+        f(a + d) - d <= f_mu(a), the regret of Gomez et al. (arXiv 2503.10945, as their gdpnum
+        computes it). Below 0.01, `mu` says it all.
         """
         normal, alarms = cast(Any, stats.norm), _SHARES[1:]  # scipy is not typed
         gaussian = normal.cdf(normal.ppf(alarms) + self.mu)
