@@ -129,14 +129,19 @@ def _package() -> ZipFile:
     return ZipFile(Path(found.origin).with_name("model.zip"))
 
 
+def name_of(path: tuple[Any, ...]) -> str:
+    """The name that the file has for a place in an `Encoder`."""
+    words = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+    return ".".join(NAMES.get(word, word) for word in words)
+
+
 def pretrained(dtype: Any = jnp.float32) -> Encoder:
     """The encoder with its published weights, each found by its name and compared by its shape."""
     with _package() as files:
         arrays = load(files.read("model.safetensors"))
 
     def read(path: tuple[Any, ...], leaf: Any) -> Any:
-        words = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-        name = ".".join(NAMES.get(word, word) for word in words)
+        name = name_of(path)
         if arrays[name].shape != leaf.shape:
             raise ValueError(f"{name} has shape {arrays[name].shape}, the model {leaf.shape}.")
         return jnp.asarray(arrays[name], dtype)

@@ -101,26 +101,11 @@ def test_the_bits_are_of_the_seed_the_step_and_the_path():
             np.testing.assert_array_equal(one, other)
 
 
-RULED = """
-[dtypes]
-params = "float32"
-compute = "bfloat16"
-output = "float32"
-accumulate = "float32"
-noise = "float32"
-[[modules]]
-match = "layers.1"
-params = "bfloat16"
-"""
-
-
 @pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float32])
-def test_what_is_frozen_keeps_its_dtype_unless_a_rule_has_one(tmp_path, given):
+def test_what_is_frozen_keeps_its_dtype_unless_a_rule_has_one(given):
     """Layer 0 is frozen, a rule stores layer 1 in bfloat16, of which the bias is frozen too."""
-    case, file = models.mlp(), tmp_path / "ruled.toml"
-    file.write_text(RULED)
-    policy = dp.load_policy(file)
-    assert dp.parse_policy(str(policy)) == policy
+    case = models.mlp()
+    policy = dp.parse_policy("p=f32,c=bf16,o=f32,module:layers.1=bf16:params=bf16")
     cast = lambda x: x.astype(given) if eqx.is_inexact_array(x) else x  # noqa: E731
     model = jax.tree.map(cast, case.model)
     where = lambda m: [m.layers[1].weight, m.layers[2].weight, m.layers[2].bias]  # noqa: E731
@@ -145,6 +130,6 @@ def test_what_is_frozen_keeps_its_dtype_unless_a_rule_has_one(tmp_path, given):
     rows = dp.explain(step.grad_fn, model, *batch, is_padding_example=MASK).rows
     assert [row.param_dtype for row in rows] == ["bfloat16", "float32", "float32"]
     plan = dp.plan_memory(step.grad_fn, model, *batch, compiled=False)
-    kept = jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
-    copies = sum(x.size * 2 for x in kept if x.dtype == jnp.float32)  # for the loss, in bfloat16
-    assert plan.parts.parameters == sum(x.nbytes for x in kept) + copies
+    arrays = jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
+    copies = sum(x.size * 2 for x in arrays if x.dtype == jnp.float32)  # for the loss, in bfloat16
+    assert plan.parts.parameters == sum(x.nbytes for x in arrays) + copies
