@@ -253,7 +253,9 @@ def test_an_encoder_is_fine_tuned_and_saved_with_its_statement(tmp_path, monkeyp
     labels = rng.integers(0, 2, 400).astype(np.int32)
     words = rng.integers(3, 26, (400, 6)) + 23 * labels[:, None]  # good reviews have other words
     replaced = {
-        **{"WIDTH": 24, "HELD_OUT": 100, "pretrained": lambda dtype: encoder},
+        "WIDTH": 24,
+        "HELD_OUT": 100,
+        "pretrained": lambda dtype: encoder,
         "reviews": lambda: (["..."] * 400, labels),
         "tokens_of": lambda sentences, length: words.astype(np.int32),
     }

@@ -130,9 +130,11 @@ def test_reads_every_entry(load):
         match = "LayerNorm"
         matmul = "wide"
         optional = true
+        params = "float32"
         """
     )
-    rules = ModuleRule("**.head", "float32"), ModuleRule("LayerNorm", "float16", "wide", True)
+    norm = ModuleRule("LayerNorm", "float16", "wide", True, "float32")
+    rules = ModuleRule("**.head", "float32"), norm
     assert policy == Policy(
         *("bfloat16", "float16", "float32", "bfloat16", "float16"),
         modules=rules,
