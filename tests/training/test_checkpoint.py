@@ -57,7 +57,7 @@ def test_a_state_comes_back_bit_for_bit(name, tmp_path, recwarn):
     assert [str(w.message)[:40] for w in recwarn if w.category is CheckpointWarning] == [
         "this run is finished: 3 of 3 steps, in /"
     ]
-    for key in (lambda x: x.opt_state.key, lambda x: x.opt_state.noise.key):
+    for key in (lambda x: x.opt_state.key, lambda x: x.opt_state.noise.stream.key):
         one, other = (jax.random.key_data(key(x)) for x in (found, state))
         assert not np.array_equal(one, other)
 
