@@ -218,7 +218,7 @@ def test_no_secret_is_in_the_directory(tmp_path, monkeypatch):
     monkeypatch.setattr("secrets.token_bytes", noted)
     step = make()
     state = runs.trainer(tmp_path, step).run(small_model(), steps=4)
-    keys = (state.opt_state.key, state.opt_state.noise.key)
+    keys = (state.opt_state.key, state.opt_state.noise.stream.key)
     words = [jax.random.key_data(key).tolist() for key in keys]
     needles = {str(word).encode() for pair in words for word in pair}
     needles |= {np.uint32(word).tobytes() for pair in words for word in pair}
