@@ -67,7 +67,7 @@ def own_loop(names, folder):
     noise, _ = names["opt_state"]
     assert noise.step < names["plan"].steps
     saved = (folder / "own_run" / "state.eqx").read_bytes()
-    assert np.asarray(jax.random.key_data(noise.key)).tobytes() not in saved
+    assert np.asarray(jax.random.key_data(noise.stream.key)).tobytes() not in saved
 
 
 # What has to hold after the code of a page has run.
