@@ -59,7 +59,9 @@ def test_sizes(results: Path):
 @pytest.mark.slow
 def test_step(results: Path):
     (line,) = lines_of(results, "step", "--rows", "mlp", "--batches", "2")
-    parts = [float(line[x]) for x in ("gradient", "padding", "noise", "optimizer", "rest")]
+    parts = [
+        float(line[x]) for x in ("gradient", "padding", "noise", "optimizer", "caches", "rest")
+    ]
     assert sum(parts) == pytest.approx(float(line["ours / ordinary"].split()[0]), abs=0.05)
 
 
