@@ -50,6 +50,7 @@ RESULTS = {
             "eqx_dp.privacy.Sampler",
             "eqx_dp.privacy.Composition",
             "eqx_dp.trade_off.TradeOff",
+            "eqx_dp.privacy.selection.Tuned",
         ),
         *(f"eqx_dp.optimizers.{name}" for name in ("adam_corrected", "disk", "adam_scaled")),
     ),
