@@ -43,12 +43,13 @@ def chosen(outcomes, mean):
 def test_epsilon_covers_all_outcomes(moved, mean):
     edges = np.linspace(-5, 6, 60)
     p, q = (np.diff(stats.norm.cdf(edges, x), prepend=0, append=1) + 1e-12 for x in (0, moved))
-    for one, other in ((p, q), (q, p), (p[::-1], q[::-1]), (q[::-1], p[::-1])):
-        known = one / one.sum(), other / other.sum()
-        tuned = Tuned(Outcomes(known, 1e-4), mean)
-        best = tuple(chosen(outcomes, mean) for outcomes in known)
-        truth = Outcomes(best, 1e-4).epsilon()
-        assert 0 < truth <= tuned.epsilon() < 3.5 * truth
+    known = p / p.sum(), q / q.sum()
+    tuned = Tuned(Outcomes(known, 1e-4), mean)
+    # The best are those of one data set, next those of the other: a choice costs most.
+    orders = [np.roll(np.arange(len(p))[::way], -top) for top in (0, 20, 25, 30) for way in (1, -1)]
+    best = [tuple(chosen(outcomes[order], mean) for outcomes in known) for order in orders]
+    truth = max(Outcomes(pair, 1e-4).epsilon() for pair in best)
+    assert truth <= tuned.epsilon() < 1.12 * truth
 
 
 def test_a_tuned_plan_costs_less_than_by_renyi_divergences_and_composes():
