@@ -53,6 +53,7 @@ TITLES = {
     "fully_sharded": "Parameters spread over devices",
     "large_gpt": "GPTs of 300M and 1B parameters",
     "checks": "The check of privacy, attacked",
+    "mutants": "Mutants of the code, and the tests",
 }
 # These need virtual devices.
 _DEVICES = {"sharding": 8, "fully_sharded": 8}

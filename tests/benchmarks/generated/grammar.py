@@ -138,6 +138,8 @@ class _Composer:
         layout = names[int(rng.choice(len(names), p=chance / chance.sum()))]
         lines = [layouts.PREPARED[layout]] if layout in layouts.PREPARED else []
         first = self.pick(layouts.LAYOUTS[layout], "layout")
+        if layout == "tree" and self.used[-1][0] == "honest":  # it has private numbers and text
+            self.used[-1] = "far", first
         lines.append(
             first.replace("xs[index], ys[index]", "table[index], labels[index]")
             if layout == "device"
@@ -160,6 +162,7 @@ class _Composer:
             body_of_loss = rows.LOSSES.honest[0]
         elif in_loss:
             body_of_loss = rows.LOSSES.honest[0]
+            self.used[-1] = "honest", body_of_loss
         lines.append(self.call(layout, doubled))
         lines += self.several(parts.GRADS, "grads", 1)
         optimizer = self.noise(lines)

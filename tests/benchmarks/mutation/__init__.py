@@ -1,0 +1,1 @@
+"""Mutants of privacy-critical modules, and the tests that should find each."""

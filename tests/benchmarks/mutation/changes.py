@@ -1,0 +1,134 @@
+"""Small changes of a module's code, each of which a test should find."""
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_COMPARED = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+_COMPUTED = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Add,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+_CALLED = {"min": "max", "minimum": "maximum", "ceil": "floor", "any": "all", "fmin": "fmax"}
+_CALLED |= {other: name for name, other in _CALLED.items()}
+
+
+class Mutant(NamedTuple):
+    """One change.
+
+    Attributes:
+        line: where it is.
+        text: the function or method that it is in, and the code before and after.
+        place: which node of the module is changed.
+        turn: which of the node's changes it is.
+    """
+
+    line: int
+    text: str
+    place: int
+    turn: int
+
+    def planted(self, source: str) -> ast.Module:
+        """The module with the change."""
+        tree = ast.parse(source)
+        node = [*_changeable(tree)][self.place][0]
+        _replace(tree, node, [*_changed(node)][self.turn])
+        return ast.fix_missing_locations(tree)
+
+
+def mutants(source: str) -> list[Mutant]:
+    """All changes of a module: operators, comparisons, constants, terms, branches, calls.
+
+    Left alone are docstrings, annotations, and what is raised: a message, and its text.
+    """
+    found: list[Mutant] = []
+    for place, (node, function) in enumerate(_changeable(ast.parse(source))):
+        before = _short(ast.unparse(node))
+        for turn, changed in enumerate(_changed(node)):
+            text = f"{function}: {before}  ->  {_short(ast.unparse(changed))}"
+            found.append(Mutant(node.lineno, text, place, turn))
+    return found
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 90 else f"{text[:87]}..."
+
+
+def _changeable(tree: ast.AST, function: str = "") -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if not isinstance(node, ast.AST) or _is_left_alone(node):
+                continue
+            inner = function
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                inner = f"{function}.{node.name}".lstrip(".")
+            if isinstance(node, ast.expr | ast.stmt):
+                yield node, inner
+            yield from _changeable(node, inner)
+
+
+def _is_left_alone(node: ast.AST) -> bool:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_text or isinstance(node, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom)
+
+
+def _changed(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+    """The changes of one node, each in a copy of it."""
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in _COMPARED:
+            yield ast.Compare(node.left, [_COMPARED[type(op)]()], node.comparators)
+        case ast.BinOp(left, op, right) if type(op) in _COMPUTED:
+            yield ast.BinOp(left, _COMPUTED[type(op)](), right)
+            yield left
+            yield right
+        case ast.BoolOp(op, values):
+            yield ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values)
+            yield from values
+        case ast.UnaryOp(ast.Not() | ast.USub() | ast.Invert(), operand):
+            yield operand
+        case ast.IfExp(test, body, orelse):
+            yield ast.IfExp(test, orelse, body)
+        case ast.If(test, body, orelse):
+            yield ast.If(ast.UnaryOp(ast.Not(), test), body, orelse)
+        case ast.Constant(value) if isinstance(value, bool):
+            yield ast.Constant(not value)
+        case ast.Constant(value) if isinstance(value, int | float):
+            yield ast.Constant(value + 1 if isinstance(value, int) else value * 2)
+        case ast.Call(ast.Name(name), args, keywords) if name in _CALLED:
+            yield ast.Call(ast.Name(_CALLED[name], ast.Load()), args, keywords)
+        case ast.Call(ast.Attribute(value, name), args, keywords) if name in _CALLED:
+            yield ast.Call(ast.Attribute(value, _CALLED[name], ast.Load()), args, keywords)
+        case ast.Expr(ast.Call()):
+            yield ast.Pass()
+        case _:
+            pass
+
+
+def _replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
+    for parent in ast.walk(tree):
+        for name, value in ast.iter_fields(parent):
+            if value is old:
+                setattr(parent, name, new)
+            elif isinstance(value, list):
+                value[:] = [new if one is old else one for one in value]
