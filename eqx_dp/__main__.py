@@ -1,6 +1,7 @@
 """The command line: `eqx-dp COMMAND`, or `python -m eqx_dp COMMAND`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub.set_defaults(run=command.run)
     parsed = parser.parse_args(arguments)
     try:
-        print(parsed.run(parsed))
+        print(parsed.run(parsed), flush=True)
+    except BrokenPipeError:  # the reader has what it wants, as `head`; Python flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (MissingExtra, OSError, ValueError) as error:
         print(f"eqx-dp: {error}", file=sys.stderr)
         return 1 if isinstance(error, MissingExtra) else 2

@@ -5,9 +5,10 @@ types of these are free: a loss takes an example, and a call a batch, which may 
 """
 
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, SupportsFloat, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, SupportsFloat, TypeAlias
 
 import equinox as eqx
+from typing_extensions import TypeVar
 
 
 class ClippingRule:
@@ -20,7 +21,7 @@ ClipNorms: TypeAlias = (
 """One clip norm, a tree of them, or a rule."""
 
 
-Model = TypeVar("Model")
+Model = TypeVar("Model", default=Any)
 Aux = TypeVar("Aux")
 Example = ParamSpec("Example")
 

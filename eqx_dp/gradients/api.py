@@ -22,6 +22,7 @@ from .clipped_grad import ClippedGrad, gradients_alone
 _Grads: TypeAlias = PyTree[Array]
 _Values: TypeAlias = tuple[PerExample, PyTree[Array]]
 _Result = TypeVar("_Result")
+_AnyLoss: TypeAlias = Callable[Concatenate[Model, Example], Any]
 _Made: TypeAlias = ClippedGrad[Model, _Result, Callable[Example, Any]]
 
 
@@ -198,16 +199,12 @@ def filter_clipped_grad(
 
 @overload
 def filter_value_and_clipped_grad(
-    fun: Loss[Model, Example], *, has_aux: Literal[False] = False, **options: Unpack[_Options]
-) -> _Made[Model, _Values, Example]: ...
-@overload
-def filter_value_and_clipped_grad(
-    fun: LossWithAux[Model, Example, Any], *, has_aux: Literal[True], **options: Unpack[_Options]
+    fun: _AnyLoss[Model, Example], *, has_aux: bool = False, **options: Unpack[_Options]
 ) -> _Made[Model, _Values, Example]: ...
 @overload
 def filter_value_and_clipped_grad(
     *, has_aux: bool = False, **options: Unpack[_Options]
-) -> Callable[[Callable[Concatenate[Model, Example], Any]], _Made[Model, _Values, Example]]: ...
+) -> Callable[[_AnyLoss[Model, Example]], _Made[Model, _Values, Example]]: ...
 def filter_value_and_clipped_grad(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Like [`filter_clipped_grad`][], and returns each example's loss, norm and aux as well.
 

@@ -59,6 +59,7 @@ class _Either(_Call, total=False):
     key: Key | None
 
 
+_ThreeOrMore: TypeAlias = tuple[Any, Any, Any, *tuple[Any, ...]]
 # A clipped gradient by what its loss takes after the model.
 _One: TypeAlias = "ClippedGrad[_Model, _Result, Callable[[Any], Any]]"
 _Two: TypeAlias = "ClippedGrad[_Model, _Result, Callable[[Any, Any], Any]]"
@@ -188,7 +189,11 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
     ) -> _Result: ...
     @overload
     def __call__(
-        self: "_More[_Model, _Result]", model: _Model, x: Any, /, *more: Any, **its: Unpack[_Either]
+        self: "_More[_Model, _Result]",
+        model: _Model,
+        /,
+        *batch: *_ThreeOrMore,
+        **its: Unpack[_Either],
     ) -> _Result: ...
     def __call__(
         self,

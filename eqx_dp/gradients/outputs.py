@@ -1,6 +1,7 @@
 """The result of a loss, split into loss and aux, and checked."""
 
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ def argument_name(path: tuple[Any, ...]) -> str:
     return below(f"batch argument {index.idx}", tuple(rest))
 
 
+_OF_PAIRS = "; dp.filter_clipped_grad takes a pair (loss, aux) with has_aux=True"
 _NOT_IF_COMPARED = "(not if it compares rows: then a group of rows is one example)"
 _NO_GRADIENT = (
     "If that is its gradient, give the loss itself, before eqx.filter_grad, "
@@ -67,7 +69,7 @@ def check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[A
         return loss, aux
     if not eqx.is_array_like(loss):
         found = "None" if loss is None else f"a {type(loss).__name__}"
-        advice = "; pass has_aux=True if it returns (loss, aux)" if isinstance(loss, tuple) else ""
+        advice = _OF_PAIRS if isinstance(loss, tuple) else ""
         raise ValueError(
             f"The loss must return a scalar array; it returned {found}{advice}. {_NO_GRADIENT}"
         )
@@ -143,8 +145,9 @@ def explain_failure(
             f"traced on a batch of one: it seems to be written for a batch. {todo}; or write it "
             f"for one example. On one example it raises {type(error).__name__}: {error}"
         ) from error
-    if policy is not None and isinstance(error, TypeCheckError):
-        error.add_note(_advice_on_dtype(str(error), policy))
+    is_narrow = policy is not None and policy.compute_dtype.itemsize < 4
+    if policy is not None and (is_narrow or isinstance(error, TypeCheckError)):
+        error.add_note(_advice_on_dtype(error, policy))
     if type(error).__name__ == "ShardingTypeError":  # JAX does not export it
         error.add_note(_AUTO_AXES)
     if on_a_batch_of_one is not None:
@@ -173,16 +176,20 @@ def _type(leaf: jax.ShapeDtypeStruct) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _advice_on_dtype(message: str, policy: Policy) -> str:
-    """Advice on a jaxtyping annotation that contradicts a policy's dtypes."""
-    # The error names a method of a class, or a function, to which no rule applies.
-    where = re.search(r"of (?:[\w.]+\.)?([A-Z]\w*)\.\w+\.$", message.partition("\n")[0])
-    expected = re.search(r"(BFloat16|Float16|Float32|Float64)\[", message)
-    match = where.group(1) if where else "the module's class or path"
-    dtype = expected.group(1).lower() if expected else "the dtype annotated"
+def _advice_on_dtype(error: Exception, policy: Policy) -> str:
+    """Advice on an annotation, a function or a carry that a policy's compute dtype does not fit."""
+    # jaxtyping's error names a method of a class, or a function, to which no rule applies.
+    text = str(error)
+    where = re.search(r"of (?:[\w.]+\.)?([A-Z]\w*)\.\w+\.$", text.partition("\n")[0])
+    expected = re.search(r"(BFloat16|Float16|Float32|Float64)\[", text)
+    holders = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [type(holder).__name__ for holder in holders if isinstance(holder, eqx.Module)]
+    match = where.group(1) if where else ("the module's class or path", *names)[-1]
+    dtype = expected.group(1).lower() if expected else "float32"
     return (
         f"The policy computes in {policy.compute_dtype}: parameters and float inputs enter the "
-        f"loss in it. If an annotation asks for another dtype, add a module rule to the policy: "
-        f'[[modules]] match = "{match}", compute = "{dtype}" '
-        f"(in a policy's text: module:{match}={dtype})."
+        "loss in it. A carry has to start in it (jnp.zeros(n, x.dtype)). If an annotation asks for "
+        "another dtype, or a function of JAX does not take this one (FFT, SVD, eigh), add a module "
+        f'rule to the policy: [[modules]] match = "{match}", compute = "{dtype}" (in a policy\'s '
+        f'text: module:{match}={dtype}; in Python: dp.ModuleRule("{match}", "{dtype}")).'
     )

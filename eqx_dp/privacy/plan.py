@@ -1,6 +1,7 @@
 """The privacy plan: sampling, sensitivity, noise and accounting that cannot disagree."""
 
 import dataclasses
+import functools
 import warnings
 from typing import SupportsIndex, cast
 
@@ -159,15 +160,8 @@ class PrivacyPlan(AccountedPlan):
                 f"num_examples must be the number of users, {users}: the plan's unit is users. "
                 f"Found {sampler.num_examples}."
             )
-        # The warning names this line, not the caller's: Python shows a warning of one line once, so
-        # the samplers of one run (`make_step` makes some) do not repeat it.
-        if self.delta >= (share := 1 / sampler.num_examples):
-            warnings.warn(
-                f"delta is {self.delta:g}, and 1 / num_examples is {share:g} "
-                f"({sampler.num_examples} examples): such a delta allows a program to publish one "
-                "example at random, in full. Make a plan with a delta well below 1 / num_examples.",
-                stacklevel=1,
-            )
+        if self.delta >= 1 / sampler.num_examples:
+            _warn_of_delta(self.delta, sampler.num_examples)
         bands, cycle = len(self.mechanism().column()), getattr(self.sampling, "cycle", 1)
         is_left_out = isinstance(self.sampling, CyclicPoisson) and self.sampling.sampling_prob < 1
         if is_left_out and bands > cycle:
@@ -252,3 +246,13 @@ class PrivacyPlan(AccountedPlan):
             JAX never exceed 5.22.
         """
         return delta_of_jax_noise(self.sampling_prob, self.steps, self.noise_multiplier, entries)
+
+
+@functools.cache  # the samplers of one run (`make_step` makes some) do not repeat it
+def _warn_of_delta(delta: float, num_examples: int) -> None:
+    warnings.warn(
+        f"delta is {delta:g}, and 1 / num_examples is {1 / num_examples:g} ({num_examples} "
+        "examples): such a delta allows a program to publish one example at random, in full. Make "
+        "a plan with a delta well below 1 / num_examples.",
+        stacklevel=3,
+    )

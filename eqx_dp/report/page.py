@@ -73,9 +73,9 @@ def page_of(directory: Path) -> str:
         steps=_steps(run, common) if kind == "promise" else "",
         limits=joined(text("item", words=words) for words in run.does_not_cover),
         privacy=_checked(run.checks.get("privacy")),
-        precision=_checked(run.checks.get("precision")),
+        precision=_checked(run.checks.get("precision"), "The run declared no policy to check."),
         audits=joined(text("audit", name=k, found=_checked(v)) for k, v in run.audits.items())
-        or text("not_made"),
+        or _checked(None),
         metrics=joined(_metric(k, v) for k, v in [*run.metrics.items()][:_MOST_METRICS])
         or text("no_metrics"),
         plan=facts({**newest["plan"], "policy": newest["policy"]}),
@@ -126,10 +126,10 @@ def _steps(run: Run, common: Mapping[str, Any]) -> Markup:
     return text("steps", **common, drawn=drawn, table=table(("Steps", "Epsilon"), known))
 
 
-def _checked(found: Any) -> Markup:
+def _checked(found: Any, otherwise: str = "This was not done.") -> Markup:
     """The verdict of a check or an audit, and its content."""
     if not isinstance(found, dict):
-        return text("not_made")
+        return text("not_made", words=otherwise)
     if found.get("ok") is True:
         verdict = text("good", words="Nothing was found that breaks the promise.")
     elif "ok" not in found or (found.get("undecided") and not found.get("violations")):

@@ -306,11 +306,15 @@ class Ledger(Tally):
         entries.pop(self._file.name, None)
         for name, entry in entries.items():
             for fact in ("plan", "num_examples"):
-                if entry[fact] != self._entry[fact]:
+                there, here = entry[fact], self._entry[fact]
+                if there != here:
+                    if isinstance(there, dict):  # of two plans, what differs
+                        names = [x for x in {**there, **here} if there.get(x) != here.get(x)]
+                        there, here = ({x: its.get(x) for x in names} for its in (there, here))
                     raise ValueError(
-                        f"The run in {self._directory} has another {fact} ({name}): {entry[fact]} "
-                        f"there, {self._entry[fact]} here. Epsilon holds for one plan and one data "
-                        "set: go on with those, or start another run, in another directory."
+                        f"The run in {self._directory} has another {fact} ({name}): {there} there, "
+                        f"{here} here. Epsilon holds for one plan and one data set: go on with "
+                        "those, or start another run, in another directory."
                     )
         numbers = [entry["start"] for entry in entries.values()]
         seeded = [x["start"] for x in entries.values() if x["randomness"] == "seeded"]

@@ -217,10 +217,10 @@ class Trainer(Generic[Model]):
                 if left <= 0:
                     ledger.end()  # a process that was killed may have left an old statement
                     if is_first_host():
-                        done = f"{ledger.released} of {stop} steps, in {directory}"
                         finished = (
-                            f"this run is finished: {done}. Its last checkpoint is returned; "
-                            "the model, the loss and the data that are given now are not used."
+                            f"this run is finished: {ledger.released} of {stop} steps, in "
+                            f"{directory}. Its last checkpoint is returned; the model, the loss "
+                            "and the data that are given now are not used."
                         )
                         print(f"eqx_dp: {finished}", flush=True)
                         warnings.warn(finished, CheckpointWarning, stacklevel=2)
@@ -267,6 +267,8 @@ class Trainer(Generic[Model]):
         if found is not None:
             body, taken, record = found
             ledger.check(record)
+            if is_first_host():
+                print(f"eqx_dp: {self._directory} continues after step {taken}", flush=True)
             return step._begun(body, taken, secret), secret
         if ledger.released >= step.plan.steps:
             raise CheckpointError(
