@@ -5,10 +5,9 @@ types of these are free: a loss takes an example, and a call a batch, which may 
 """
 
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, SupportsFloat, TypeAlias
+from typing import Any, Concatenate, ParamSpec, Protocol, SupportsFloat, TypeAlias, TypeVar
 
 import equinox as eqx
-from typing_extensions import TypeVar
 
 
 class ClippingRule:
@@ -21,7 +20,7 @@ ClipNorms: TypeAlias = (
 """One clip norm, a tree of them, or a rule."""
 
 
-Model = TypeVar("Model", default=Any)
+Model = TypeVar("Model", bound=Any)  # by the bound, a lambda's model is Any
 Aux = TypeVar("Aux")
 Example = ParamSpec("Example")
 

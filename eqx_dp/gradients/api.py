@@ -184,7 +184,7 @@ def filter_clipped_grad(
         method,
         augmentations,
     )
-    finish = _with_aux if has_aux else gradients_alone
+    finish = (lambda values, grads: (grads, values.aux)) if has_aux else gradients_alone
 
     def wrap(fun: Callable[..., Any]) -> Any:
         if not callable(fun) or isinstance(fun, ClippedGrad):
@@ -231,7 +231,3 @@ def _with_values(grad_fn: ClippedGrad[Any, Any]) -> Any:
     """The same function, which returns the values of each example as well."""
     valued = dataclasses.replace(grad_fn, _finish=lambda per_example, grads: (per_example, grads))
     return eqx.module_update_wrapper(valued)
-
-
-def _with_aux(per_example: PerExample, grads: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Any]]:
-    return grads, per_example.aux

@@ -38,7 +38,6 @@ from .taps import find_uses
 
 Key = PRNGKeyArray | UInt32[Array, " words"]
 Mask = Bool[Array | np.ndarray, " batch"]
-ClipNorm = SupportsFloat | Float[Array, ""]
 _Model = TypeVar("_Model", contravariant=True)
 _Result = TypeVar("_Result", covariant=True, default=PyTree[Array])
 _Example = TypeVar("_Example", bound=Callable[..., Any], covariant=True, default=Callable[..., Any])
@@ -48,15 +47,11 @@ class _Call(TypedDict, total=False):
     """The options of a call, for type checkers."""
 
     is_padding_example: Mask | None
-    clip_norm: ClipNorm | None
+    clip_norm: SupportsFloat | Float[Array, ""] | None
 
 
 class _Keyed(_Call):
     key: Required[Key | None]
-
-
-class _Either(_Call, total=False):
-    key: Key | None
 
 
 _ThreeOrMore: TypeAlias = tuple[Any, Any, Any, *tuple[Any, ...]]
@@ -193,7 +188,7 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
         model: _Model,
         /,
         *batch: *_ThreeOrMore,
-        **its: Unpack[_Either],
+        **its: Any,
     ) -> _Result: ...
     def __call__(
         self,
@@ -202,7 +197,7 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
         *batch: PyTree[Any],
         key: Key | None = None,
         is_padding_example: Mask | None = None,
-        clip_norm: ClipNorm | None = None,
+        clip_norm: SupportsFloat | Float[Array, ""] | None = None,
     ) -> _Result:
         """Computes the sum of clipped gradients of a batch.
 
@@ -247,8 +242,7 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
         if policy is not None:
             with stage("cast"):
                 params, frozen = (cast_parameters(part, policy) for part in (params, frozen))
-        of_one = None if specs is None else specs.of_one
-        inputs = Inputs(params, frozen, static, *examples.one(), of_one)
+        inputs = Inputs(params, frozen, static, *examples.one(), specs and specs.of_one)
         program = trace(self._fun, configuration._replace(policy=policy), inputs)
         leaves, others = jax.tree.leaves(params), jax.tree.leaves(frozen)
         sizes = [leaf.size for leaf in leaves]
@@ -263,13 +257,13 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
         num_shards = 1 if rules is None else rules.num_shards
         num_examples, sampling = examples.num_examples, self._sampling
         of_device = DeviceBatch(num_examples // num_shards, sampling and sampling.of(num_examples))
-        by_way = {method: costs for method, (_, costs) in by_method.items()}
+        ways = {method: costs for method, (_, costs) in by_method.items()}
         flops = 3.0 * matmul_flops(jaxpr)
-        choice = choose(by_way, sizes, flops, activations, of_device, configuration)
+        choice = choose(ways, sizes, flops, activations, of_device, configuration)
         uses, costs = by_method[choice.method]
-        steps, bound = sum(use.steps for use in uses.at.values()), clipping.l2_norm_bound
-        divisor, entries = configuration.normalize_by, sum(sizes)
-        check_sum_range(bound, divisor, accumulate_dtype, num_examples, entries, steps)
+        added = num_examples, sum(sizes), sum(use.steps for use in uses.at.values())
+        bound, divisor = clipping.l2_norm_bound, configuration.normalize_by
+        check_sum_range(bound, divisor, accumulate_dtype, *added)
         loss_scale = 1.0 if policy is None else policy.loss_scale.value
         sum_cuts = [None if rules and rules.accumulators == "params_once" else x for x in cuts]
         of_loss = program, uses, leaves, others
@@ -293,8 +287,7 @@ def _accumulate_dtype(params: PyTree[Array], policy: Policy | None) -> np.dtype[
         if leaf.dtype.itemsize == 1:
             raise ValueError(
                 f"{below('model', path)} is {shown(leaf)}, whose gradient would be rounded to as "
-                'few bits. Give a policy, such as dp.load_policy("mixed_bfloat16"), which casts it '
-                "to the compute dtype before the loss."
+                'few bits. Give a policy that casts it, such as dp.load_policy("mixed_bfloat16").'
             )
     return np.dtype(jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
 

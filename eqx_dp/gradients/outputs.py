@@ -35,7 +35,6 @@ def argument_name(path: tuple[Any, ...]) -> str:
     return below(f"batch argument {index.idx}", tuple(rest))
 
 
-_OF_PAIRS = "; dp.filter_clipped_grad takes a pair (loss, aux) with has_aux=True"
 _NOT_IF_COMPARED = "(not if it compares rows: then a group of rows is one example)"
 _NO_GRADIENT = (
     "If that is its gradient, give the loss itself, before eqx.filter_grad, "
@@ -58,8 +57,7 @@ def check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[A
             "With has_aux=True the loss must return a pair (loss, aux); it returned "
             f"{shown(output)}."
         )
-    pair: tuple[Any, Any] = output if has_aux else (output, None)
-    loss, aux = pair
+    loss, aux = output if has_aux else (output, None)
     if eqx.is_array_like(loss) and jnp.shape(loss) == ():
         loss = jnp.asarray(loss)
         if not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -69,9 +67,9 @@ def check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[A
         return loss, aux
     if not eqx.is_array_like(loss):
         found = "None" if loss is None else f"a {type(loss).__name__}"
-        advice = _OF_PAIRS if isinstance(loss, tuple) else ""
         raise ValueError(
-            f"The loss must return a scalar array; it returned {found}{advice}. {_NO_GRADIENT}"
+            f"The loss must return a scalar array; it returned {found}. (A pair (loss, aux) is for "
+            f"dp.filter_clipped_grad(..., has_aux=True).) {_NO_GRADIENT}"
         )
     raise NoScalar(
         f"The loss of one example must be a scalar; its shape is {jnp.shape(loss)}. Reduce it with "
@@ -108,8 +106,8 @@ def drop_axis_of_one(leaf: Any) -> Any:
 _MOST_NAMED = 8
 _AUTO_AXES = (
     "The mesh has Explicit axes: where JAX cannot tell where a result lives, the model has to say "
-    "so, and most layers do not. Make a mesh of Auto axes, where the compiler decides: "
-    "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
+    "so, and most layers do not. Make a mesh of Auto axes: jax.make_mesh(shape, names, "
+    "axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
 )
 
 
@@ -145,13 +143,15 @@ def explain_failure(
             f"traced on a batch of one: it seems to be written for a batch. {todo}; or write it "
             f"for one example. On one example it raises {type(error).__name__}: {error}"
         ) from error
-    is_narrow = policy is not None and policy.compute_dtype.itemsize < 4
-    if policy is not None and (is_narrow or isinstance(error, TypeCheckError)):
+    if policy and (isinstance(error, TypeCheckError) or policy.compute_dtype.itemsize < 4):
         error.add_note(_advice_on_dtype(error, policy))
     if type(error).__name__ == "ShardingTypeError":  # JAX does not export it
         error.add_note(_AUTO_AXES)
     if on_a_batch_of_one is not None:
-        error.add_note(f"The loss was called as fun(model, *example), where {_described(example)}.")
+        error.add_note(
+            f"The loss was called as fun(model, *example), where {_described(example)}. The model "
+            "comes first; a key and a mask are given by name (key=, is_padding_example=)."
+        )
 
 
 def _todo_for_a_batch(trace: Callable[[], object]) -> str | None:

@@ -174,21 +174,15 @@ def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
         )
 
 
-def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(fun)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return None
-
-
 def takes_key(fun: Callable[..., Any], num_positional: int) -> tuple[bool, bool]:
     """Reads from a loss's signature whether it can be given a `key`, and whether it must be.
 
     If the model or the batch fills the parameter of that name, it is data.
     """
-    if (signature := _signature(fun)) is None:
+    try:
+        parameters = inspect.signature(fun).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
         return True, False
-    parameters = signature.parameters
     named = parameters.get("key")
     if named is not None and named.kind in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD):
         if named.kind is not named.KEYWORD_ONLY and list(parameters).index("key") < num_positional:
@@ -203,9 +197,9 @@ def check_key(
     """Refuses a call that lacks the key that its loss takes, or has one that it does not take.
 
     Raises:
-        ValueError: a key is missing, or not wanted; or the loss takes more or fewer arguments.
+        ValueError: a key is missing, or not wanted.
     """
-    signature, (can, must) = _signature(fun), takes_key(fun, 1 + num_batch_arguments)
+    can, must = takes_key(fun, 1 + num_batch_arguments)
     if augmentations > 1 and not can:
         raise ValueError(
             f"augmentations={augmentations} calls the loss with as many keys, and the loss has no "
@@ -221,15 +215,6 @@ def check_key(
             "A key was given, and the loss has no parameter named 'key' after the batch. Add one "
             "(fun(model, *example, key)) or leave the key out."
         )
-    given: dict[str, Any] = {} if key is None else {"key": key}
-    try:
-        _ = signature and signature.bind(*[None] * (1 + num_batch_arguments), **given)
-    except TypeError as error:
-        raise ValueError(
-            f"The loss takes {signature}, and the call has a model and {num_batch_arguments} batch "
-            f"arguments ({error}). The model comes first; the key and the mask go by name: "
-            "grad_fn(model, *batch, key=key, is_padding_example=mask)."
-        ) from None
 
 
 def refuse_batch_norm(model: PyTree[Any]) -> None:

@@ -313,8 +313,7 @@ class Ledger(Tally):
                         there, here = ({x: its.get(x) for x in names} for its in (there, here))
                     raise ValueError(
                         f"The run in {self._directory} has another {fact} ({name}): {there} there, "
-                        f"{here} here. Epsilon holds for one plan and one data set: go on with "
-                        "those, or start another run, in another directory."
+                        f"{here} here. Go on with that, or in another directory: epsilon is of one."
                     )
         numbers = [entry["start"] for entry in entries.values()]
         seeded = [x["start"] for x in entries.values() if x["randomness"] == "seeded"]

@@ -167,9 +167,8 @@ def _adapted(
         return optimizer
     if plan.noise is not None:
         raise ValueError(
-            "nothing accounts for a clip norm that changes with correlated noise: what a step "
-            "takes back has another scale than it was added with. Take a fixed clip norm, "
-            "dp.clipping.AutoS(), or a plan of independent noise."
+            "nothing accounts for a clip norm that changes with correlated noise. Take a fixed "
+            "clip norm, dp.clipping.AutoS(), or a plan of independent noise."
         )
 
     def init(params: optax.Params) -> Any:
