@@ -68,7 +68,7 @@ for y in (xs, np.ones(3)):  # a batch may be numpy's, where an example is JAX's
     dp.filter_clipped_grad(optional, l2_clip_norm=1)(model, xs, y)
     dp.filter_clipped_grad(named, l2_clip_norm=1)(model, xs, y, key=key, is_padding_example=mask)
     dp.filter_clipped_grad(many, l2_clip_norm=1)(model, xs, y, y, y)
-optax.adamw(1e-2).update(dp.filter_clipped_grad(loss, l2_clip_norm=1)(model, xs), optax.EmptyState())
+optax.sgd(1.0).update(dp.filter_clipped_grad(loss, l2_clip_norm=1)(model, xs), optax.EmptyState())
 dp.filter_clipped_grad(lambda model, x: model(x).sum(), l2_clip_norm=1)(model, xs)
 dp.filter_clipped_grad(optional, l2_clip_norm=model)(model, xs)
 assert_type(dp.filter_clipped_grad(loss, l2_clip_norm=1.0).l2_norm_bound, float)

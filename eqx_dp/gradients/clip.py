@@ -118,7 +118,7 @@ class Clip(NamedTuple):
     """The norms and clip factors of each example's gradient.
 
     Attributes:
-        norms: for each clip norm one norm an example, before clipping.
+        norms: for each clip norm one norm per example, before clipping.
         factors: for each clip norm what each example's gradient is multiplied by, as it came out of
             the backward pass: the loss scale is undone with it. Zero where an example adds nothing.
         counts: what each example adds to the count of a quantile, if there is one.
@@ -220,7 +220,7 @@ def clip(
     """From the norms of every group of leaves, and bounds on what is added of it, to clip factors.
 
     Norms and bounds are those of gradients of the scaled loss. Scales are powers of two, so to
-    undo them is exact; what becomes too small for that is rounded away from harm, bounds up to the
+    undo them is exact; values that underflow are rounded in the safe direction, bounds up to the
     smallest normal number and factors down to zero.
     """
     clipping, dtype = traced.clipping, traced.accumulate_dtype

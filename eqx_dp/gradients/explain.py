@@ -254,7 +254,7 @@ class Slices(NamedTuple):
 
 
 def slices_of(call: Prepared, rules: ShardingRules | None) -> Slices:
-    """The same for a call.
+    """The slices of every parameter of a call.
 
     Args:
         call: on shapes.

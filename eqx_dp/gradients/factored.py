@@ -279,7 +279,8 @@ def _answering(seen: Seen, result: Array, taps: Taps, residuals: Any) -> tuple[A
 
 
 def _answering_forward(seen: Seen, result: Array, taps: Taps, residuals: Any) -> tuple[Any, Any]:
-    # Not by a call of `_answering`: that would stay in the program, which then had no derivative.
+    # Do not call `_answering` here: the call would stay in the program, which could then not be
+    # differentiated.
     del taps
     return (result, jnp.zeros(2, seen.dtype)), residuals
 

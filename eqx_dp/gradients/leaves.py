@@ -140,7 +140,7 @@ def computed_once(
     function = jax.jit(function, inline=True)  # traced once, for shapes and for the branch
     shapes = jax.eval_shape(function, operands)
 
-    # The barrier separates results: a user's constraint on one would have to be in both branches.
+    # Barriers keep sharding constraints out of the branches, which would otherwise need the same.
     def ever(operands: Operands) -> Result:
         return jax.lax.optimization_barrier(function(jax.lax.optimization_barrier(operands)))
 

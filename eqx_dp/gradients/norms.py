@@ -35,7 +35,7 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
         gradients: one gradient an example, in the accumulate dtype.
 
     Returns:
-        One norm an example, in the same dtype.
+        One norm per example, in the same dtype.
 
         | gradient | norm |
         |---|---|
@@ -57,7 +57,7 @@ def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, "
         with jax.enable_x64(True):
             squares = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=1) for x in flat]
             return jnp.sqrt(functools.reduce(jnp.add, squares)).astype(flat[0].dtype)
-    # A gradient known to the compiler would be squared before it is divided, and overflow.
+    # If the compiler folds a constant gradient, it squares before it divides: an overflow.
     blocks = [_in_blocks(x) for x in jax.lax.optimization_barrier(flat)]
     scale, inverse = power_of_two(functools.reduce(jnp.maximum, map(_largest, blocks)))
     sums = [sum_in_blocks(jnp.sum(jnp.square(x * inverse[:, None, None]), axis=2)) for x in blocks]

@@ -1,6 +1,6 @@
 """A use: an equation that multiplies a parameter by data, and where in the parameter it does so.
 
-There is one file a kind of use: `contraction`, `convolution`, `lookup`.
+There is one file per kind of use: `contraction`, `convolution`, `lookup`.
 """
 
 import functools
@@ -339,7 +339,7 @@ class Scattering(NamedTuple):
 
 
 def scattering_of(use: ParamUse, cut: Cut | None) -> Scattering | None:
-    """The same, if scans go over whole slices of a parameter, in order.
+    """The scattering of one slice, if scans go over whole slices of a parameter, in order.
 
     Args:
         use: the only use of a parameter.

@@ -1,7 +1,7 @@
 """Views: what becomes of a parameter on its way to the equations that use it.
 
 A view is kept as the steps that made it. Its gradient comes back by `jax.linear_transpose`; which
-entries it holds is read off the strides of a NumPy array that is never looked into.
+entries it holds is read off the strides of a NumPy array whose data is never read.
 """
 
 import functools
