@@ -338,7 +338,8 @@ def orthonormalized(model: Model, factors: Callable[[Any], Factors]) -> Model:
         q, r = jnp.linalg.qr(inner.T if is_right else inner)
         signs = jnp.where(jnp.diagonal(r) < 0, -1, 1).astype(r.dtype)  # as close as can be
         q, r = q * signs, signs[:, None] * r
-        return (q.T, outer @ r.T) if is_right else (q, r @ outer)
+        with jax.default_matmul_precision("highest"):  # a GPU would lose digits of the model
+            return (q.T, outer @ r.T) if is_right else (q, r @ outer)
 
     replaced = [array for pair in factors(model) for array in changed(*pair)]
     return eqx.tree_at(lambda m: [x for pair in factors(m) for x in pair], model, replaced)
