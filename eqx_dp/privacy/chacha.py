@@ -71,13 +71,14 @@ def _rotated(word: Any, distance: int) -> Any:
     return (word << np.uint32(distance)) | (word >> np.uint32(32 - distance))
 
 
-def positions(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """Numbers the entries of an array, row by row, modulo 2**32."""
-    found, stride = jnp.zeros(shape, jnp.uint32), 1
+def positions(shape: tuple[int, ...], dtype: Any = jnp.uint32) -> UInt[Array, "..."]:
+    """Numbers the entries of an array, row by row, modulo 2**32 or 2**64."""
+    number = np.dtype(dtype)
+    found, stride = jnp.zeros(shape, number), 1
     for dimension, length in reversed([*enumerate(shape)]):
         if length > 1:
-            along = jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
-            found = found + along * np.uint32(stride % 2**32)
+            along = jax.lax.broadcasted_iota(number, shape, dimension)
+            found = found + along * number.type(stride % 2 ** (8 * number.itemsize))
         stride *= length
     return found
 

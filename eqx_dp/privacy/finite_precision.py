@@ -9,7 +9,7 @@ import optax
 from scipy import stats
 
 from ..expected import real_number, whole_number
-from .gaussian import GRID_BITS
+from .grid import GRID_BITS
 
 PRECISION_EPSILON = 5e-5
 """What a plan adds to epsilon, because its noise is not exactly a Gaussian."""

@@ -13,15 +13,16 @@ from jaxtyping import Array, Float, Shaped, UInt32
 
 from ..precision import Policy, stage
 from .chacha import NOISE, block, chacha_key, positions
-from .inverse_normal import WORDS, tail_probability, tail_quantile
+from .grid import cells_of, in_cells, on_grid, rounded
+from .integer_gaussian import WORDS, pair_of_normals, product
 from .strategies import Banded
 from .stream import Counter, NoiseStream, earlier
 
-GRID_BITS = 5
-"""The grid is 2^-5 to 2^-6 of the standard deviation."""
-
 Past: TypeAlias = Sequence[tuple[UInt32[Array, "..."], UInt32[Array, "..."]]]
-"""What one step keeps of each leaf: float64, in two words, because states hold no float64."""
+"""What one step keeps of each leaf: int64, in two words, because states hold no int64."""
+
+LEAF_BITS = 20
+"""A tree has at most 2^20 leaves; the bits beyond number the pairs of a leaf."""
 
 _TOGETHER = 2**16
 """Leaves of at most this many entries share a kernel, because each kernel takes time to compile."""
@@ -46,16 +47,8 @@ class Leaf(NamedTuple):
 
 
 def can_certify(policy: Policy | None) -> bool:
-    """Whether noise can be certified: in a noise dtype of float32, or wider.
-
-    `noise_key` refuses platforms where the proof does not hold.
-    """
+    """Whether noise can be certified: in a noise dtype of float32, or wider."""
     return policy is None or jnp.finfo(policy.noise_dtype).nmant >= 23
-
-
-def grid_of(stddev: float) -> float:
-    """The distance between two values that the noisy sum can take: a power of two."""
-    return 2.0 ** (math.frexp(stddev)[1] - 1 - GRID_BITS)
 
 
 def with_certified_noise(
@@ -68,8 +61,9 @@ def with_certified_noise(
 ) -> tuple[list[Float[Array, "..."]], Past]:
     """Adds noise whose distribution is known: `finite_precision.md`, `correlated_noise.md`.
 
-    Each entry takes 257 bits of a block of ChaCha under the stream's key. What the block encrypts
-    is the position in the leaf, the stream's counter, and the leaf's number.
+    Two entries share a block of ChaCha under the stream's key: entry i and entry i + h of a leaf of
+    2 h entries, or 2 h - 1. What the block encrypts is i, the stream's counter, and the leaf's
+    number.
 
     Args:
         leaves: what noise is added to.
@@ -83,7 +77,7 @@ def with_certified_noise(
     Returns:
         The noisy sums, and what this step keeps of each leaf (nothing without `past`).
     """
-    with jax.enable_x64(True):
+    with jax.enable_x64(True):  # for integers of 64 bits; no float64 is made
         words, rounds = chacha_key(stream.key)
         results: dict[int, Any] = {}
         drawn: dict[int, Any] = {}
@@ -94,9 +88,14 @@ def with_certified_noise(
         for group in alike.values():
             first = leaves[group[0]]
             names = NOISE | np.array([leaves[i].number for i in group], np.uint32)
-            result = np.dtype(first.result)
+            is_divided = is_apart or first.sharding is not None or jax.device_count() > 1
             noised = functools.partial(
-                _noised, stddev=stddev, correlation=correlation, result=result, rounds=rounds
+                _noised,
+                stddev=stddev,
+                correlation=correlation,
+                result=np.dtype(first.result),
+                rounds=rounds,
+                is_divided=is_divided or correlation.is_correlated,
             )
             if first.sharding is not None:
                 axes, where = first.sharding.mesh.explicit_axes, [first.sharding]
@@ -110,7 +109,9 @@ def with_certified_noise(
         return [results[i] for i in range(len(leaves))], [drawn[i] for i in sorted(drawn)]
 
 
-@functools.partial(jax.jit, static_argnames=("stddev", "correlation", "result", "rounds"))
+@functools.partial(
+    jax.jit, static_argnames=("stddev", "correlation", "result", "rounds", "is_divided")
+)
 def _noised(
     key: UInt32[Array, " 8"],
     counter: Counter,
@@ -122,56 +123,156 @@ def _noised(
     correlation: Banded,
     result: Any,
     rounds: int,
+    is_divided: bool,
 ) -> tuple[list[Float[Array, "..."]], Past]:
     """Adds noise to one leaf, or to several side by side; with `past`, returns what to keep, too.
 
-    Of a quotient of power series noising / strategy, what is kept is the draw divided by the
-    denominator alone ("direct form II" of signal processing): noise is the numerator times that.
+    Every entry can encrypt the block of its pair by itself. Then a device needs no other's entries,
+    and all is one kernel without memory beside it. On a CPU that is slower than to draw pairs,
+    which takes two bytes an entry.
     """
-    shapes = [gradient.shape for gradient in gradients]
     with stage("grid"):
-        gradient = _side_by_side(gradients)
-    position = _side_by_side([positions(shape) for shape in shapes])
-    name = _side_by_side([jnp.full(shape, name) for shape, name in zip(shapes, names, strict=True)])
+        sums = [gradient.astype(result) for gradient in gradients]
 
-    def draw(counter: Counter) -> Float[Array, "..."]:
+    def normals(counter: Counter, position: Any, name: Any) -> tuple[Any, Any]:
         low, high = counter
         with stage("bits"):
-            sign, *words = block([*key], position, (low, name, high), rounds)[: 1 + WORDS]
-            size = tail_quantile(tail_probability(words))
-            # One use of the size, so that it is not kept.
-            return jnp.where(sign >> 31 == 0, 1.0, -1.0) * size
+            words = block([*key], position, (low, name, high), rounds)
+            return pair_of_normals(words[:WORDS], cells_of(stddev))
 
+    def by_entry(
+        counter: Counter, names: Any, sums: list[Any], past: list[Past]
+    ) -> tuple[list[Any], Past]:
+        shapes = [x.shape for x in sums]
+        placed = [_places(*each) for each in zip(shapes, names, strict=True)]
+        position, name, is_second = map(_side_by_side, zip(*placed, strict=True))
+        with stage("grid"):
+            total = _side_by_side(sums)
+
+        def draw(counter: Counter) -> Any:
+            first, second = normals(counter, position, name)
+            with stage("bits"):
+                return jnp.where(is_second == 1, second, first)
+
+        noise, fresh = _correlated(draw, counter, correlation, past)
+        noisy = computed_once(_noisy(total, noise, stddev))
+        kept = [*zip(*(_apart(x, shapes) for x in _words_of(fresh)), strict=True)] if past else []
+        return _apart(noisy, shapes), kept
+
+    def by_pair(
+        counter: Counter, names: Any, sums: list[Any], past: list[Past]
+    ) -> tuple[list[Any], Past]:
+        rows, halves = [*map(_in_two_rows, sums)], [-(-x.size // 2) for x in sums]
+        position = _side_by_side([jnp.arange(half, dtype=jnp.uint32) for half in halves])
+        name = [jnp.full(half, name) for half, name in zip(halves, names, strict=True)]
+        with stage("grid"):
+            total = rows[0] if len(rows) == 1 else computed_once(jnp.concatenate(rows, axis=1))
+        pair = normals(counter, position, _side_by_side(name))
+        noisy = _noisy_rows(total, pair, stddev)
+        parts = jnp.split(noisy, np.cumsum(halves)[:-1], axis=1)
+        return [_in_shape(part, x.shape) for part, x in zip(parts, sums, strict=True)], past
+
+    operands = counter, names, sums, past
+    if is_divided:
+        return by_entry(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=by_pair, default=by_entry)
+
+
+def _places(shape: tuple[int, ...], name: Any) -> tuple[Any, Any, Any]:
+    """For each entry of a leaf: the number of its pair, in two words, and whether it is the second.
+
+    The upper word is a part of the leaf's name.
+    """
+    size = math.prod(shape)
+    position = positions(shape, jnp.uint32 if size <= 2**32 else jnp.uint64)
+    half = position.dtype.type(-(-size // 2))
+    is_second = position >= half
+    pair = jnp.where(is_second, position - half, position)
+    if size > 2**32:
+        name = name | ((pair >> np.uint64(32)).astype(jnp.uint32) << np.uint32(LEAF_BITS))
+    return pair.astype(jnp.uint32), jnp.broadcast_to(name, shape), is_second.astype(jnp.uint32)
+
+
+def _noisy(x: Float[Array, "*shape"], noise: Any, stddev: float) -> Float[Array, "*shape"]:
+    """The multiple of the grid that is nearest to the sum plus noise."""
+    with stage("grid"):
+        whole, fraction = in_cells(x, stddev)
+    with stage("noise"):
+        moved = fraction + noise
+    with stage("grid"):
+        return on_grid(whole + rounded(moved), x, stddev)
+
+
+def _noisy_rows(
+    x: Float[Array, "2 n"], noise: tuple[Any, Any], stddev: float
+) -> Float[Array, "2 n"]:
+    """The same for two rows: first their cells, 16 bits each side by side, and then the sums."""
+
+    def cells(row: int) -> Any:
+        with stage("grid"):
+            _, fraction = in_cells(x[row], stddev)
+        with stage("noise"):
+            moved = fraction + noise[row]
+        with stage("grid"):
+            return rounded(moved).astype(jnp.uint32)
+
+    with stage("grid"):
+        mask, place = np.uint32(2**16 - 1), np.array([[0], [16]], np.uint32)
+        both = computed_once((cells(0) & mask) | (cells(1) << np.uint32(16)))
+        moved = ((both[None] >> place) & mask).astype(jnp.int16).astype(jnp.int64)
+        return computed_once(on_grid(in_cells(x, stddev)[0] + moved, x, stddev))
+
+
+def _correlated(
+    draw: Callable[[Counter], Any], counter: Counter, correlation: Banded, past: list[Past]
+) -> tuple[Any, Any]:
+    """The weighted sum of this draw and of those before; and what is kept of it.
+
+    Of a quotient of power series noising / strategy, what is kept is the draw divided by the
+    denominator alone ("direct form II" of signal processing): noise is the numerator times that.
+    All weights but the first take something back.
+    """
     if past:
-        before = [_float_of(*map(_side_by_side, zip(*kept, strict=True))) for kept in past]
+        before = [_number_of(*map(_side_by_side, zip(*kept, strict=True))) for kept in past]
 
         def of_earlier(weights: Sequence[float]) -> Any:
-            return sum(weight * x for weight, x in zip(weights[1:], before, strict=False))
+            sizes = map(_weight, weights[1:])
+            return sum(_times(size, x) for size, x in zip(sizes, before, strict=False))
 
-        fresh = computed_once(draw(counter) - of_earlier(correlation.strategy))
-        noise = fresh + of_earlier(correlation.noising)
-    else:
-        noise = fresh = _weighted(draw, counter, correlation.noising, gradient.shape)
-    noisy = computed_once(_on_grid(gradient, noise, stddev).astype(result))
+        with stage("bits"):
+            fresh = computed_once(draw(counter) - of_earlier(correlation.strategy))
+            return fresh - of_earlier(correlation.noising), fresh
+    noise, sizes = draw(counter), jnp.array([*map(_weight, correlation.noising)], jnp.uint64)
 
-    def apart(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
-        if len(gradients) == 1:
-            return [x]
-        ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
-        return [part.reshape(shape) for part, shape in zip(jnp.split(x, ends), shapes, strict=True)]
+    def body(back: Any, total: Any) -> Any:
+        before, was_drawn = earlier(counter, back.astype(jnp.uint32))
+        with stage("bits"):
+            return total - _times(jnp.where(was_drawn, sizes[back], np.uint64(0)), draw(before))
 
-    return apart(noisy), [*zip(*map(apart, _words_of(fresh)), strict=True)] if past else []
+    if len(correlation.noising) > 1:
+        noise = jax.lax.fori_loop(1, len(correlation.noising), body, noise)
+    return noise, noise
 
 
-def _words_of(x: Float[Array, "*shape"]) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
-    """The bits of a float64."""
-    bits = x.view(jnp.uint64)
+def _weight(weight: float) -> Any:
+    """The size of a weight, at most 4, in units of 2^-62."""
+    return np.uint64(round(abs(weight) * 2**62))
+
+
+def _times(weight: Any, x: Any) -> Any:
+    size = product(jnp.abs(x).astype(jnp.uint64), weight).astype(jnp.int64) << np.int64(2)
+    return jnp.where(x < 0, -size, size)
+
+
+def _words_of(x: Any) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
+    """An int64 in two words, the upper one first."""
+    bits = x.astype(jnp.uint64)
     return (bits >> np.uint64(32)).astype(jnp.uint32), bits.astype(jnp.uint32)
 
 
-def _float_of(high: UInt32[Array, "*n"], low: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
-    """The float64 of these bits."""
-    return ((high.astype(jnp.uint64) << np.uint64(32)) | low).view(jnp.float64)
+def _number_of(high: UInt32[Array, "*n"], low: UInt32[Array, "*n"]) -> Any:
+    """The int64 of these words."""
+    return ((high.astype(jnp.uint64) << np.uint64(32)) | low.astype(jnp.uint64)).astype(jnp.int64)
 
 
 def _side_by_side(arrays: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "..."]:
@@ -179,38 +280,22 @@ def _side_by_side(arrays: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "..."
     return computed_once(jnp.concatenate([*map(jnp.ravel, arrays)])) if arrays[1:] else arrays[0]
 
 
-def _weighted(
-    draw: Callable[[Counter], Float[Array, "*shape"]],
-    counter: Counter,
-    noising: tuple[float, ...],
-    shape: tuple[int, ...],
-) -> Float[Array, "*shape"]:
-    """The weighted sum of this draw and of those before."""
-    if len(noising) == 1:
-        return draw(counter)
-    weights = jnp.asarray(noising, jnp.float64)
-
-    def body(back: Any, total: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        before, was_drawn = earlier(counter, back.astype(jnp.uint32))
-        return total + jnp.where(was_drawn, weights[back], 0) * draw(before)
-
-    return jax.lax.fori_loop(0, len(noising), body, jnp.zeros(shape, jnp.float64))
+def _apart(x: Shaped[Array, "..."], shapes: list[tuple[int, ...]]) -> list[Shaped[Array, "..."]]:
+    """What `_side_by_side` joined."""
+    if len(shapes) == 1:
+        return [x]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+    return [part.reshape(shape) for part, shape in zip(jnp.split(x, ends), shapes, strict=True)]
 
 
-def _on_grid(
-    gradient: Float[Array, "*shape"], noise: Float[Array, "*shape"], stddev: float
-) -> Float[Array, "*shape"]:
-    """The multiple of the grid that is nearest to the sum plus noise, in float64."""
-    grid = grid_of(stddev)
-    with stage("draw"):
-        noise = (stddev / grid) * noise
-    with stage("noise"):
-        # In units of the grid, and exactly, the sum is a whole number and a remainder.
-        scaled = gradient.astype(jnp.float64) * (1 / grid)
-        whole = jnp.round(scaled)
-        steps = jnp.round((scaled - whole) + noise)
-    with stage("grid"):
-        return (whole + steps) * grid
+def _in_two_rows(x: Shaped[Array, "..."]) -> Shaped[Array, "2 half"]:
+    """The first half of the entries, and the second; it may end with a zero."""
+    flat = x.ravel()
+    return (jnp.pad(flat, (0, 1)) if x.size % 2 else flat).reshape(2, -(-x.size // 2))
+
+
+def _in_shape(rows: Shaped[Array, "2 half"], shape: tuple[int, ...]) -> Shaped[Array, "..."]:
+    return rows.ravel()[: math.prod(shape)].reshape(shape)
 
 
 def with_noise_of_jax(
@@ -241,6 +326,6 @@ def computed_once(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
     generates the machine code, can, and removes it. `jax.lax.optimization_barrier` does not help on
     a CPU, where it is removed before kernels are formed.
     """
-    integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    integer = np.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, integer)
-    return jax.lax.div(x, ((bits | 1) != 0).astype(x.dtype))
+    return jax.lax.div(x, ((bits | integer.type(1)) != 0).astype(x.dtype))

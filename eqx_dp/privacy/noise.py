@@ -16,7 +16,14 @@ from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
 from ..shown import shapes
 from ..trees import PyTree
-from .gaussian import Leaf, Past, can_certify, with_certified_noise, with_noise_of_jax
+from .gaussian import (
+    LEAF_BITS,
+    Leaf,
+    Past,
+    can_certify,
+    with_certified_noise,
+    with_noise_of_jax,
+)
 from .keys import Secret, printed_without_key, refuse_to_pickle, single_key, without_key
 from .noise_checks import check_arrays_alone, checked_gradient, noise_key, static_stddev
 from .strategies import Banded
@@ -316,10 +323,10 @@ def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | Non
 
 def _leaf(number: int, gradient: Array, path: tuple[Any, ...], how: _How) -> Leaf:
     """A leaf, with the dtypes and the place of its noise."""
-    if gradient.size > 2**32:
+    if number >= 2**LEAF_BITS:
         raise ValueError(
-            f"the gradient at {dotted(path) or 'the root'} has {gradient.size} entries, and noise "
-            "is drawn for at most 2**32 in one array. Divide the parameter."
+            f"noise is drawn for at most 2**{LEAF_BITS} leaves; the gradient at {dotted(path)} is "
+            "one more. Stack parameters of one shape."
         )
     least = jnp.float32 if how.policy is None else how.policy.noise_dtype
     result = jnp.promote_types(gradient.dtype, least)
