@@ -302,8 +302,8 @@ class PrecisionFlow(Flow[Facts]):
     def _addition(self, case: _Case, noise: Facts) -> None:
         """Noise is drawn, scaled and added wide."""
         variable, shown, line = case.equation.outvars[0], _STAGES["noise"], case.context.line
-        width = known_width(dtype_of(variable))
-        self._count(case.context, shown, shown, width.name, size_of(variable), line)
+        width = width_of_variable(variable)
+        self._count(case.context, shown, shown, str(dtype_of(variable)), size_of(variable), line)
         self._at_least(self._noise, width, shown, line)
         narrowest, shown = noise.narrowest, _STAGES["draw"]
         for draw in sorted(noise.draws):
@@ -352,10 +352,12 @@ def _drawn(context: Context, equation: JaxprEqn) -> Facts:
 def _noise_added(case: _Case) -> Facts | None:
     """The facts about the noise, if an equation adds noise to a sum.
 
-    Integers that are added to the bits of a sum, as stochastic rounding does, are no noise.
+    Integers that are added to the bits of a sum, as stochastic rounding does, are no noise; those
+    of the engine's own noise are.
     """
     _, equation, inputs, stage = case
-    if equation.primitive.name not in _ADDITIONS or width_of_variable(equation.outvars[0]) is None:
+    is_wide = stage == "noise" or width_of_variable(equation.outvars[0]) is not None
+    if equation.primitive.name not in _ADDITIONS or not is_wide:
         return None
     drawn = [facts for facts in inputs if facts.draws and not facts.clipped]
     if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):

@@ -32,7 +32,7 @@ def _exponent_of(stddev: float) -> int:
 
 
 def in_cells(x: Float[Array, "*shape"], stddev: float) -> tuple[Any, Any]:
-    """A float32 or float64 in cells: a whole number, and a fraction in units of 2^-48; int64.
+    """A float32 or float64 in cells: a whole number, and a fraction in units of 2^-50; int64.
 
     Both have the sign of `x`. What is below a unit is cut off. From 2^46 cells on a float32, and
     from 2^62 on a float64, the numbers are those of something smaller: see `on_grid`.

@@ -19,14 +19,11 @@ import numpy as np
 Fixed: TypeAlias = Any
 """An array of uint64: a number in [0, 1) in units of 2^-64, unless something else is said."""
 
-WORDS = 11
+WORDS = 13
 """How many words of the cipher a pair takes."""
 
-FRACTION_BITS = 48
-"""Noise is a whole number of units of 2^-48 cells."""
-
-MOST_CELLS = 64
-"""A standard deviation has at most this many cells."""
+FRACTION_BITS = 50
+"""Noise is a whole number of units of 2^-50 cells."""
 
 _PIECES = 16
 _PI = Fraction("3.14159265358979323846264338327950288419716939937511")
@@ -51,19 +48,20 @@ _LOG_2 = _fixed([_log(Fraction(2))], 56)[0]
 _LOG_TERMS = [Fraction(1, (i + 1) * _PIECES**i) for i in range(1, 12)]
 _COS_TERMS = [(_PI / 4) ** i / math.factorial(i) for i in range(2, 18, 2)]
 _SIN_TERMS = [(_PI / 4) ** i / math.factorial(i) for i in range(1, 17, 2)]
-_LOG_LONG, _LOG_SHORT = _fixed(_LOG_TERMS[:3], 64), _fixed(_LOG_TERMS[3:], 64 + 17)
-_COS_LONG, _COS_SHORT = _fixed(_COS_TERMS[:3], 64), _fixed(_COS_TERMS[3:], 64 + 18)
+_LOG_LONG, _LOG_SHORT = _fixed(_LOG_TERMS[:4], 64), _fixed(_LOG_TERMS[4:], 64 + 21)
+_COS_LONG, _COS_SHORT = _fixed(_COS_TERMS[:4], 64), _fixed(_COS_TERMS[4:], 64 + 25)
 _SIN_LONG, _SIN_SHORT = _fixed(_SIN_TERMS[:4], 64), _fixed(_SIN_TERMS[4:], 64 + 21)
 # 1 / sqrt(x) within 0.8 % for x from 1/4 to 1, in units of 2^-30 and with falling signs.
 _ROOT_TERMS = _fixed([*map(Fraction, ("3.1123", "5.9108", "6.2299", "2.4384"))], 30)
+_ROOT_OF_2 = Fraction("1.41421356237309504880168872420969807856967187537694")
 _32 = np.uint64(32)
 
 
 def pair_of_normals(words: Sequence[Any], cells: Fraction) -> tuple[Any, Any]:
-    """Two independent normal numbers, as int64 in units of 2^-48 cells.
+    """Two independent normal numbers, as int64 in units of 2^-50 cells.
 
     Args:
-        words: 11 words of a block, uint32.
+        words: 13 words of the cipher, uint32.
         cells: how many cells a standard deviation has, at most 64.
     """
     angle, fraction = _joined(*words[:2]), _joined(*words[2:4])
@@ -85,10 +83,10 @@ def leading_zeros(words: Sequence[Any]) -> Any:
 
 
 def radius_of(zeros: Any, piece: Any, fraction: Fixed, cells: Fraction) -> Fixed:
-    """`cells` sqrt(-2 log p) in units of 2^-48, with p = 2^-zeros (1 - (piece + fraction) / 32).
+    """`cells` sqrt(-2 log p) in units of 2^-50, with p = 2^-zeros (1 - (piece + fraction) / 32).
 
     Args:
-        zeros: at most 192; uint32.
+        zeros: at most 256; uint32.
         piece: below 16; uint32.
         fraction: within the piece.
         cells: at most 64.
@@ -98,9 +96,9 @@ def radius_of(zeros: Any, piece: Any, fraction: Fixed, cells: Fraction) -> Fixed
     is_small = base == 0
     number = jnp.where(is_small, tail, base + (tail >> np.uint64(8))) | np.uint64(1)
     shift = jax.lax.clz(number) & np.uint64(62)
-    scale = _fixed([_root_of_2() * cells / 128], 64)[0]
+    scale = _fixed([_ROOT_OF_2 * cells / 128], 64)[0]
     scaled = product(square_root(number << shift), scale)
-    return scaled >> (jnp.where(is_small, np.uint64(9), np.uint64(5)) + (shift >> np.uint64(1)))
+    return scaled >> (jnp.where(is_small, np.uint64(7), np.uint64(3)) + (shift >> np.uint64(1)))
 
 
 def minus_log(zeros: Any, piece: Any, fraction: Fixed) -> tuple[Fixed, Fixed]:
@@ -109,7 +107,7 @@ def minus_log(zeros: Any, piece: Any, fraction: Fixed) -> tuple[Fixed, Fixed]:
     With y = fraction / (32 - piece) it is zeros log 2 - log(1 - piece / 32) - log(1 - y).
     """
     y = product(fraction, _selected(_SLOPES, piece))  # 16 times as large
-    series = short_polynomial(_LOG_SHORT, y, alternates=False) >> np.uint64(17)
+    series = short_polynomial(_LOG_SHORT, y, alternates=False) >> np.uint64(21)
     for term in reversed(_LOG_LONG):
         series = term + product(series, y)
     base = zeros.astype(jnp.uint64) * _LOG_2 + _selected(_LOGS, piece)
@@ -142,7 +140,7 @@ def sine(u: Fixed) -> Fixed:
 def versine(u: Fixed) -> Fixed:
     """1 - cos(pi/4 u)."""
     x = product(u, u)
-    series = short_polynomial(_COS_SHORT, x, alternates=True) >> np.uint64(18)
+    series = short_polynomial(_COS_SHORT, x, alternates=True) >> np.uint64(25)
     for term in reversed(_COS_LONG):
         series = term - product(series, x)
     return product(series, x)
@@ -163,11 +161,6 @@ def product(a: Fixed, b: Fixed) -> Fixed:
     a_high, b_high = a >> _32, b >> _32
     mixed = (a_high * (b & low) >> _32) + ((a & low) * b_high >> _32)
     return a_high * b_high + mixed
-
-
-def _root_of_2() -> Fraction:
-    with localcontext(prec=50):
-        return Fraction(Decimal(2).sqrt())
 
 
 def _joined(high: Any, low: Any) -> Fixed:

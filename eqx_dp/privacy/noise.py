@@ -61,17 +61,16 @@ def gaussian_privatizer(
     Noise comes first in the chain: `optax.chain(gaussian_privatizer(...), optax.adam(...))`. All
     that follows is post-processing and costs no privacy.
 
-    Noise is drawn and added in float64, whatever is enabled outside, from 257 bits of the cipher
-    ChaCha for each entry. The noisy sum is rounded to a multiple of a public power of two (`g`,
-    from 2^-6 to 2^-5 of `stddev`), and then to the wider of the policy's noise dtype and the
-    gradient's, which is the result's. (Without a policy the accumulate dtype is float32, and the
-    noise dtype the wider of float32 and the gradient's.) Each leaf is one kernel, and small leaves
-    together are one; no array of noise is held.
+    Noise is drawn and added by integers alone, from one block of the cipher ChaCha for each two
+    entries. The noisy sum is rounded to a multiple of a public power of two (`g`, from 2^-6 to
+    2^-5 of `stddev`), and then to the wider of the policy's noise dtype and the gradient's, which
+    is the result's. (Without a policy the accumulate dtype is float32, and the noise dtype the
+    wider of float32 and the gradient's.) Each leaf is one kernel, and small leaves together are
+    one, where no array of noise is held; on one CPU they are two kernels, and 16 bits an entry are.
 
     The state is a stream of noise (see `noise_stream`): a key, and how many updates were made. The
     noise of an entry is a pure function of these, the leaf's number in the tree, and the entry's
-    position in the leaf. It is the same on every device and for any compilation, except for about
-    one entry in 10^11, which float64 may round to the neighboring multiple of `g`.
+    position in the leaf. Its bits are the same on CPUs, GPUs and TPUs, and for any compilation.
 
     Without `key` every `init` draws a key from 256 random bits of the operating system. No two runs
     share noise then, and a run that continues from a saved model calls `init` again. **A key given
@@ -86,11 +85,10 @@ def gaussian_privatizer(
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
     sampled batches, Abadi et al. 2016). `PrivacyPlan.privatizer` sets `stddev` to match what is
     accounted for. It is proven for the numbers that the machine adds, and not for real numbers
-    alone: with d entries and T steps, d T at most `entries_covered(delta)` (4.4e12 at 1e-5),
+    alone: with d entries and T steps, d T at most `entries_covered(delta)` (3e13 at 1e-5),
     epsilon grows by less than 5e-5 and delta by a thousandth, for an epsilon of at most 70.
     `finite_precision.md` has the proof. A plan has paid for it, and its privatizer refuses more
-    entries. Assumed are a secret key, a cipher that nobody can tell from random numbers, and
-    float64 arithmetic by IEEE 754.
+    entries. Assumed are a secret key, and a cipher that nobody can tell from random numbers.
 
     With `certified=False` noise is what `jax.random.normal` draws in the noise dtype. In float32
     that has 2^23 values between -5.42 and 5.22, and is no Gaussian (`uncertified_delta`).
@@ -102,12 +100,12 @@ def gaussian_privatizer(
     | leaf has no entries | is returned without entries |
     | gradient is NaN or infinite | the result is not finite: clip before |
     | gradient is huge, tiny or -0 | exactly the nearest multiple of `g` to the sum plus noise |
+    | a float64 sum is beyond 2^62 `g` | it is taken for 2^62 `g` |
     | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
     | leaf holds integers, booleans or complex numbers | refused |
     | one privatizer serves several groups of a tree's leaves | every leaf has its own noise |
     | the policy's noise dtype is narrower than float32 (unsafe) | noise as by `certified=False` |
-    | lowered for other than a CPU, CUDA or ROCm (a TPU) | refused, unless `certified=False` |
-    | a leaf has more than 2^32 entries | refused |
+    | a tree has more than 2^20 leaves | refused |
     | more than 2^64 updates follow one `init` | noise repeats; a plan has fewer steps |
     | one state is given to two updates | both have the same noise; `check_privacy` reports it |
     | `correlation`, and noise that is not certified | refused |
@@ -276,8 +274,7 @@ def _noisy(
         gradients, stream, past = operands
         numbered = zip(range(len(paths)), gradients, paths, strict=True)
         placed = [_leaf(*leaf, how) for leaf in numbered]
-        purpose = "noise" if is_certified else "noise that is not certified"
-        stream = stream._replace(key=noise_key(stream.key, purpose, gradients))
+        stream = stream._replace(key=noise_key(stream.key, "noise", gradients))
         if is_certified:
             is_apart = how.rules is not None
             noisy, noise = with_certified_noise(

@@ -1,7 +1,6 @@
 """Checks what noise is added to, how much of it, and with which key.
 
-The key of noise enters a program through `noise_key`: no `vmap` shares it, and the platform is
-known.
+The key of noise enters a program through `noise_key`: no `vmap` shares it.
 """
 
 import functools
@@ -20,14 +19,11 @@ from ..expected import real_number
 from ..paths import dotted
 from ..precision import Policy
 
-PLATFORMS = frozenset(("cpu", "cuda", "rocm"))
-"""Where float64 is that of IEEE 754, as the proof of certified noise assumes."""
-
-Purpose = Literal["init", "noise", "noise that is not certified"]
+Purpose = Literal["init", "noise"]
 
 # A primitive, because JAX asks its rules what a Python function cannot see: whether it is under
-# `vmap`, also where nothing is mapped, and which platforms a program is lowered for. Nothing else
-# here defines one. It was written for JAX 0.10 to 0.12.
+# `vmap`, also where nothing is mapped. Nothing else here defines one. It was written for JAX 0.10
+# to 0.12.
 _noise_key: Any = Primitive("eqx_dp_noise_key")
 
 
@@ -97,8 +93,6 @@ def noise_key(
     | `init` under `vmap`, and the key is not mapped | refused: all models would share it |
     | a gradient is mapped, and the key is not | refused: all rows would share their noise |
     | nothing is mapped | one noise, of which `vmap` makes copies |
-    | certified, and lowered for a platform that is not in `PLATFORMS` | refused |
-    | lowered for several platforms | refused if one of them is |
 
     Args:
         key: typed or raw.
@@ -117,17 +111,6 @@ def _mapped(axis: Any, values: Any, dims: Any, *, purpose: Purpose) -> tuple[Any
     return _noise_key.bind(*values, purpose=purpose), dims[0]
 
 
-def _lowered(context: Any, key: Any, *_gradients: Any, purpose: Purpose) -> list[Any]:
-    others = {*(context.platforms or context.module_context.platforms)} - PLATFORMS
-    if purpose == "noise" and others:
-        raise ValueError(
-            "certified noise needs float64 as IEEE 754 has it, which a TPU does not have; found "
-            f"{', '.join(others)}. Train on one of {', '.join(sorted(PLATFORMS))}; or, in your own "
-            "loop, take certified=False, which is not Gaussian (see gaussian_privatizer)."
-        )
-    return [key]
-
-
 _noise_key.def_abstract_eval(lambda key, *_gradients, purpose: key)
 batching.fancy_primitive_batchers[_noise_key] = _mapped
-mlir.register_lowering(_noise_key, _lowered)
+mlir.register_lowering(_noise_key, lambda _context, key, *_gradients, purpose: [key])
