@@ -27,12 +27,12 @@ _STEP_OF_JAX = 2.0**-23
 def mean_square_error() -> float:
     """V of `finite_precision.md`: how far cells are off in relative terms, squared, on average.
 
-    A pair at radius r is off by at most c 2^-51 (2 r + 1) cells in each coordinate. Here c =
-    2^(GRID_BITS + 1) is the largest number of cells in a standard deviation. Half of the pair's V
-    counts for each of its entries.
+    The cell of a pair at radius r is off by at most 4.4 c 2^-51 (2 r + 2). Here c =
+    2^(GRID_BITS + 1) is the largest number of cells in a standard deviation. Half of the pair's
+    mean square counts for each of its entries.
     """
     unit = 4.4 * 2.0 ** (GRID_BITS + 1) * 2.0**-51
-    return unit**2 * (2**2 * 2 + 2 * 2 * math.sqrt(math.pi / 2) + 1) / 2
+    return unit**2 * (2**2 * 2 + 2 * 2 * 2 * math.sqrt(math.pi / 2) + 2**2) / 2
 
 
 def entries_covered(delta: SupportsFloat) -> float:
@@ -42,7 +42,7 @@ def entries_covered(delta: SupportsFloat) -> float:
         delta: of the plan, in (0, 1).
 
     Returns:
-        `PRECISION_EPSILON`^2 / (8 L V) with L = `MOST_EPSILON` + log(10^5 / delta): 3e13 for a
+        `PRECISION_EPSILON`^2 / (8 L V) with L = `MOST_EPSILON` + log(10^5 / delta): 2e13 for a
         delta of 1e-5.
     """
     known = real_number("delta", delta, lambda real: 0 < real < 1, "between 0 and 1, both excluded")

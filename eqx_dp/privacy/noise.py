@@ -85,7 +85,7 @@ def gaussian_privatizer(
     Gaussian mechanism with noise multiplier `stddev / S` (Dwork and Roth 2014, appendix A; for
     sampled batches, Abadi et al. 2016). `PrivacyPlan.privatizer` sets `stddev` to match what is
     accounted for. It is proven for the numbers that the machine adds, and not for real numbers
-    alone: with d entries and T steps, d T at most `entries_covered(delta)` (3e13 at 1e-5),
+    alone: with d entries and T steps, d T at most `entries_covered(delta)` (2e13 at 1e-5),
     epsilon grows by less than 5e-5 and delta by a thousandth, for an epsilon of at most 70.
     `finite_precision.md` has the proof. A plan has paid for it, and its privatizer refuses more
     entries. Assumed are a secret key, and a cipher that nobody can tell from random numbers.

@@ -102,8 +102,8 @@ def test_every_preset_passes(case, preset):
     assert backward
     assert backward <= (products if matmul else {policy.compute_dtype.name})
     assert dtypes["sum over examples", "sum over examples"] == policy.accumulate_dtype
-    assert dtypes["draw", "noise draw"] == "float64"
-    assert dtypes["noise addition", "noise addition"] == "float64"
+    assert dtypes["draw", "noise draw"] == "64 bits"
+    assert dtypes["noise addition", "noise addition"] == "int64"
     assert not any("outside" in use.stage for use in report.summary)
 
 

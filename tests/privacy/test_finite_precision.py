@@ -19,15 +19,9 @@ from eqx_dp.privacy.finite_precision import (
     entries_covered,
     mean_square_error,
 )
-from eqx_dp.privacy.gaussian import grid_of
+from eqx_dp.privacy.grid import grid_of
 
-U = 2.0**-53
 PLAN = dp.PrivacyPlan(0.01, 1000, 0.8136, 1e-5)
-
-
-def moved(z):
-    """How far the machine may be off, in cells, for each cell of a standard deviation."""
-    return U * (50 * np.abs(z) + 7)
 
 
 @pytest.mark.parametrize("stddev", [1.0, 1.3, 1.999, 2.0**-20, 3e7])
@@ -37,27 +31,24 @@ def test_a_standard_deviation_has_32_to_64_cells(stddev):
 
 
 @pytest.mark.parametrize("cells", [32, 45.3, 64])
-@pytest.mark.parametrize("remainder", [-0.5, 0, 0.3])
-def test_relative_errors_of_cells(cells, remainder):
-    """From the densities at the edges of every cell up to 17."""
-    k = np.arange(-17 * cells, 17 * cells + 1).round()
-    low, high = ((k - remainder + half) / cells for half in (-0.5, 0.5))
-    # The mass of a cell, without cancellation: its density in the middle, and the second term.
-    middle = (low + high) / 2
-    mass = stats.norm.pdf(middle) / cells * (1 + (middle**2 - 1) / (24 * cells**2))
-    lost = sum(stats.norm.pdf(edge) * moved(edge) for edge in (low, high))
-    eta = lost / mass
-    assert np.sum(mass * eta**2) <= mean_square_error()
-    assert eta.max() <= 5e-11
-    inner = np.abs(middle) < 3
-    assert np.all(eta[inner] <= 2.2 * cells * moved(np.abs(middle[inner]) + 0.5 / cells))
-    length = MOST_EPSILON + math.log(1e5 / 1e-300)
-    assert 2 * length / (PRECISION_EPSILON / 2) * eta.max() < 0.01
+def test_relative_errors_of_cells(cells):
+    """From the densities at the sides of cells, at every radius up to the largest."""
+    r = np.arange(0.5 / cells, 18.9, 1 / cells)
+    mass = r * np.exp(-(r**2) / 2) / cells
+    moved = cells * 2.0**-51 * (2 * r + 1)
+    # Two sides a coordinate; the corner that is nearest to the origin has the largest density.
+    eta = 4 * moved * np.exp(r * np.sqrt(0.5) / cells) + 2.0**-43
+    assert np.sum(mass) == pytest.approx(1, abs=1e-3)
+    assert np.sum(mass * eta**2) <= 2 * mean_square_error()
+    assert eta.max() <= 1e-11
+    assert 2 * (MOST_EPSILON + math.log(1e5 / 1e-300)) / (PRECISION_EPSILON / 2) * eta.max() < 0.001
 
 
-def test_beyond_17():
-    assert 2 * stats.norm.sf(17) < 1e-64
-    assert 2.0**-257 / (stats.norm.pdf(17) / 64) < 1e-12
+def test_beyond_the_last_octave_and_boxes_of_bits():
+    assert 2.0**-256 < 1e-77
+    sides, octaves, eighths = 4, 3, 8
+    lost = sides * octaves * eighths * (2**68 + 2**64 + 1) * 2.0 ** -(1 + 135)
+    assert lost / (2.0**-3 / (2 * math.pi * 64**2)) < 2.0**-43
 
 
 @pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-8, 1e-12])
@@ -68,9 +59,9 @@ def test_the_share_of_delta_is_enough(delta):
     rate = 2 * length / e
     bound = math.exp(0.51 * n * rate**2 * mean_square_error() - rate * e)
     assert bound <= math.exp(-0.98 * length) * (1 + 1e-9)
-    t = bound + n * 1e-64
+    t = bound + n * 1e-77
     assert math.expm1(e) * delta + (1 + math.exp(MOST_EPSILON + e)) * t < PRECISION_SHARE * delta
-    assert 3.7e12 < n < 4.9e12
+    assert 1.6e13 < n < 2.3e13
 
 
 def test_more_entries_than_are_paid_for_are_refused():
@@ -84,7 +75,7 @@ def test_more_entries_than_are_paid_for_are_refused():
         if is_refused:
             for ask in (privatizer.init, lambda x, p=privatizer, s=state: p.update(x, s)):
                 with pytest.raises(
-                    ValueError, match=r"has paid for the finite precision of .*e\+06"
+                    ValueError, match=r"has paid for the finite precision of .*e\+07"
                 ):
                     ask(shapes)
         else:

@@ -16,11 +16,12 @@ from eqx_dp.privacy import (
     GaussianPrivatizerState,
     NoiseStream,
     add_noise,
+    gaussian,
     gaussian_privatizer,
     key_from_secret,
     noise_stream,
 )
-from eqx_dp.privacy.gaussian import grid_of
+from eqx_dp.privacy.grid import grid_of
 
 KEY = key_from_secret(20240607)
 LAST = 2**32 - 1
@@ -52,7 +53,15 @@ def share_of_equal(one, other):
 # The noise as a distribution.
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """One device, whose pairs of entries are drawn together."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    return monkeypatch
+
+
 @pytest.mark.optimized
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("draws", "stddev"), [(1, 1.0), (1, 1.999e-3), pytest.param(250, 1.0, marks=pytest.mark.slow)]
 )
@@ -149,8 +158,8 @@ def test_noise_stays_what_it_is():
     # way from (key, counter, leaf, position) to a number has changed.
     grads = {"w": jnp.zeros((2, 2)), "b": [jnp.zeros(())]}
     noise = noise_of(gaussian_privatizer(stddev=1.0, key=KEY), grads, step=3)
-    np.testing.assert_array_equal(noise["w"], [[0.5, 0.78125], [-1.03125, 0.3125]])
-    assert noise["b"][0] == -0.75
+    np.testing.assert_array_equal(noise["w"], [[-0.28125, -0.03125], [-0.75, 2.0625]])
+    assert noise["b"][0] == -1.09375
 
 
 class Same(str):
@@ -250,7 +259,7 @@ def test_dtypes(chosen, gradient, drawn, result):
 def test_nothing_of_a_wide_gradient_is_lost():
     with jax.enable_x64(True):
         grads = jnp.asarray([1.0 + 2.0**-40])
-        privatizer = gaussian_privatizer(stddev=2.0**-60, key=KEY, policy=policy())
+        privatizer = gaussian_privatizer(stddev=2.0**-56, key=KEY, policy=policy())
         noisy, _ = privatizer.update(grads, privatizer.init(grads))
         assert noisy[0] == grads[0]
 
@@ -402,24 +411,45 @@ def test_without_a_key_every_init_is_fresh():
     np.testing.assert_array_equal(quiet.update(grads, quiet.init(grads))[0], grads)
 
 
-def test_what_no_counter_can_number_is_refused():
+def test_a_leaf_of_more_than_2_to_the_32_entries():
+    """Each block is encrypted for four bytes of position and the rest in the leaf's name."""
+    rows, columns, name = 2**18, 2**17 + 1, np.uint32(3)
+    half, positions = (
+        -(-rows * columns // 2),
+        [0, 1, 2**33, rows * columns // 2, rows * columns - 1],
+    )
+
+    @jax.jit
+    def of_some():
+        every = gaussian._places((rows, columns), name)
+        return [[x[i // columns, i % columns] for x in every] for i in positions]
+
+    with jax.enable_x64(True):
+        for i, (low, own, is_second) in zip(positions, of_some(), strict=True):
+            assert bool(is_second) == (i >= half)
+            assert int(low) + (int(own) >> 20 << 32) == i % half
+            assert int(own) % 2**20 == 3
     privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
-    with pytest.raises(ValueError, match="at most 2\\*\\*32 in one array"):
-        jax.eval_shape(
-            privatizer.update,
-            jax.ShapeDtypeStruct((2**17, 2**16), jnp.float32),
-            privatizer.init(None),
-        )
+    shape = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
+    assert jax.eval_shape(privatizer.update, shape, privatizer.init(None))[0].shape == shape.shape
 
 
-@pytest.mark.parametrize("platforms", [("tpu",), ("METAL",), ("cpu", "tpu"), ("cuda", "tpu")])
-def test_other_platforms_are_refused_wherever_the_program_is_lowered(platforms):
-    noisy = jax.jit(functools.partial(add_noise, stddev=1.0), static_argnames="certified")
-    stream = noise_stream()
-    with pytest.raises(ValueError, match=r"certified noise needs float64.*certified=False"):
-        noisy.trace(jnp.zeros(3), stream).lower(lowering_platforms=platforms)
-    noisy.trace(jnp.zeros(3), stream, certified=False).lower(lowering_platforms=platforms)
-    noisy.trace(jnp.zeros(3), stream).lower(lowering_platforms=("cpu", "cuda", "rocm"))
+@pytest.mark.parametrize("platforms", [("tpu",), ("METAL",), ("cpu", "cuda", "rocm", "tpu")])
+def test_no_platform_is_refused(platforms):
+    noisy = jax.jit(functools.partial(add_noise, stddev=1.0))
+    noisy.trace(jnp.zeros(3), noise_stream()).lower(lowering_platforms=platforms)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 64])
+def test_pairs_that_are_drawn_together_are_those_of_each_entry(size, alone):
+    """On one CPU, and wherever an entry draws its pair by itself."""
+    grads = {"a": jnp.linspace(-9, 9, size), "b": jnp.ones((3, 5)), "c": jnp.full(70_001, jnp.inf)}
+    privatizer = gaussian_privatizer(stddev=0.3, key=KEY)
+    together, _ = privatizer.update(grads, privatizer.init(None))
+    alone.undo()
+    assert jax.device_count() > 1
+    each, _ = jax.jit(privatizer.update)(grads, privatizer.init(None))
+    assert eqx.tree_equal(together, each)
 
 
 # In company.
