@@ -24,6 +24,9 @@ Past: TypeAlias = Sequence[tuple[UInt32[Array, "..."], UInt32[Array, "..."]]]
 LEAF_BITS = 20
 """A tree has at most 2^20 leaves; the bits beyond number the pairs of a leaf."""
 
+_MOST_NORM = 7
+"""Correlated noise has at most 7 times the standard deviation of a draw."""
+
 _TOGETHER = 2**16
 """Leaves of at most this many entries share a kernel, because each kernel takes time to compile."""
 
@@ -232,6 +235,12 @@ def _correlated(
     denominator alone ("direct form II" of signal processing): noise is the numerator times that.
     All weights but the first take something back.
     """
+    for one in (correlation, Banded(strategy=correlation.strategy)):
+        if one.is_correlated and np.linalg.norm(one.weights(2**12)) > _MOST_NORM:
+            raise ValueError(
+                f"{correlation} adds up draws to more than {_MOST_NORM} standard deviations, for "
+                "which integers have no room. Take dp.Banded.bisr or lambda_cgd."
+            )
     if past:
         before = [_number_of(*map(_side_by_side, zip(*kept, strict=True))) for kept in past]
 

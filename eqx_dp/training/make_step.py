@@ -67,7 +67,7 @@ def make_step(
     Nothing stores them, so no two runs have noise or samples in common. The keys of step t follow
     from these bits, the purpose, t and the path of the leaf. Noise is certified (see
     `gaussian_privatizer`), except where an unsafe policy has a narrow noise dtype: `privacy.json`
-    and `check_privacy` then say so. A step for a TPU is refused, because its noise would not be.
+    and `check_privacy` then say so.
 
     **Guarantee.** The models of all steps that follow one `init`, seen together, are
     `plan.epsilon()`-differentially private, if there are at most `plan.steps` of them and batches

@@ -1,4 +1,4 @@
-"""From the words of a cipher to normal numbers: against exact numbers (mpmath) and by enumeration."""
+"""From the words of a cipher to normal numbers: by exact numbers (mpmath), and by enumeration."""
 
 import itertools
 from fractions import Fraction

@@ -128,10 +128,10 @@ def test_noise_is_the_matrix_times_independent_noise(name):
 
 def test_draws_are_kept_bit_for_bit():
     with jax.enable_x64(True):
-        draws = jnp.array([1 / 3, -18.2, 1e-9, 0.0])
+        draws = jnp.array([2**60 // 3, -(2**60), -1, 0], jnp.int64)
         words = gaussian._words_of(draws)
         assert [word.dtype for word in words] == ["uint32", "uint32"]
-        np.testing.assert_array_equal(gaussian._float_of(*words), draws)
+        np.testing.assert_array_equal(gaussian._number_of(*words), draws)
 
 
 @pytest.mark.parametrize("other", [{"w": ZEROS["w"]}, ZEROS | {"w": jnp.zeros(301)}])
