@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:When `eqx.nn.BatchNorm")
 CASE = models.mlp()
 X, LABEL = CASE.batch(8)
 ONE, TWO = jnp.ones(()), jnp.ones(2)
+FFT = eqx.nn.Lambda(lambda x: jnp.abs(jnp.fft.rfft(x)).sum())
 
 
 def clipped(loss, **options):
@@ -145,6 +146,23 @@ def test_refused(name):
     # With annotations checked, as in some runs, a few do not get as far as the ValueError.
     with pytest.raises((ValueError, TypeCheckError), match=message):
         run()
+
+
+@pytest.mark.parametrize(
+    ("run", "note"),
+    [
+        (call(models.mlp_loss, X, LABEL), "The model comes first"),
+        (call(models.mlp_loss, CASE.model, X, LABEL, np.zeros(8, bool)), "given by name"),
+        (
+            call(lambda m, x: m[0] * m[1](x), (ONE, FFT), X, policy=dp.load_policy("bfloat16")),
+            'ModuleRule("Lambda", "float32")',
+        ),
+    ],
+)
+def test_an_error_of_the_loss_says_what_may_mend_it(run, note):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        run()
+    assert note in "".join(caught.value.__notes__)
 
 
 # A loss that is written for a batch
