@@ -14,10 +14,10 @@ from ..expected import entries, expect, whole_number
 from ..gradients import ClippedGrad, MethodName, checked_grad_fn, described
 from ..privacy import PrivacyPlan
 from ..tables import Part, tabular
-from ..timing import interleaved
 from ..trees import PyTree, is_array_or_shape, is_key, is_shape
 from .memory import format_bytes, read_compiled
 from .step import on_mesh
+from .timing import interleaved
 
 
 class Trial(NamedTuple):
