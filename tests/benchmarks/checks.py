@@ -124,7 +124,8 @@ def checked(program: Program, plan: dp.PrivacyPlan) -> Any:
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     known = {one.seed: one for one in _read(options.log)}
-    wanted = range(options.seed, options.seed + options.steps)
+    steps = options.steps or (3 if options.tiny else 100 if options.short else 1000)
+    wanted = range(options.seed, options.seed + steps)
     start, found = time.monotonic(), list[Judged]()
     warnings.simplefilter("ignore")
     for i, seed in enumerate(wanted):
@@ -172,7 +173,7 @@ def _read(path: Path | None) -> list[Judged]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=1000, help="how many steps are made")
+    parser.add_argument("--steps", type=int, help="how many steps are made: 1,000")
     parser.add_argument("--seed", type=int, default=0, help="the first step's")
     parser.add_argument(
         "--log", type=Path, help="a file of JSON lines to append to, and to go on from"

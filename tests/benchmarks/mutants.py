@@ -77,6 +77,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     lines = log.read_text().splitlines() if log and log.exists() else []
     known = {(one["file"], one["text"], one["line"]): one for one in map(json.loads, lines)}
     runner = Runner()
+    sample = options.sample or (1 if options.tiny else 5 if options.short else None)
     end = time.monotonic() + 60 * options.minutes
     rows: list[dict[str, str]] = []
     for module in modules():
@@ -91,7 +92,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         random.Random(options.seed).shuffle(made)
         found = [
             _found(module, mutant, runner, known, log)
-            for mutant in made[: options.sample]
+            for mutant in made[:sample]
             if (module.file, mutant.text, mutant.line) in known or time.monotonic() < end
         ]
         counts = {name: found.count(name) for name in (KILLED, EXPLAINED, SURVIVED)}
