@@ -23,6 +23,7 @@ from tests.audit.by_hand import (
     rules_of,
     stepped,
 )
+from tests.tiers import curated
 from tests.training import runs
 
 
@@ -63,12 +64,9 @@ CASES = {
     "CNN": (models.cnn(), {"microbatch_size": 2, "size": 7}),
     "GPT": (models.gpt(), {"make": VALUES}),
 }
-QUICK = ("a loss that draws", "several clip norms")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", curated(CASES, ["a loss that draws", "several clip norms"]))
 def test_gradients(name):
     case, options = CASES[name]
     assert_passes(gradient_of(case, **options))

@@ -56,6 +56,8 @@ def test_wider_intervals_and_fewer_bins_cost_more(bins, noise):
             assert (
                 less.get_delta_for_epsilon(epsilon) <= more.get_delta_for_epsilon(epsilon) + 1e-15
             )
+    cut = bins * (2 * special.ndtr(-9.5) + 8e-22)  # in the ends of all steps and averages
+    assert deltas[0].get_delta_for_epsilon(400.0) >= cut
     assert random_allocation._counted(2**40 + 5) == 2**20
     assert random_allocation._counted(1001) == 1000
 
