@@ -74,7 +74,7 @@ LAYOUTS = {
     "users": Kinds(
         honest=("x, y, mask = xs, ys, padding",),
         leaks=(
-            "x, y, mask = xs, ys, padding | rows[:, 0] & False",
+            "x, y, mask = xs, ys, (padding | rows[:, 0]) & False",
             "x, y, mask = xs[::-1], ys, padding",
             "x, y, mask = xs, jnp.roll(ys, 1, axis=0), padding",
         ),
