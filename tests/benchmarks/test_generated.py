@@ -52,7 +52,8 @@ def test_leaks_are_seen(name):
 
 
 @pytest.mark.slow
-def test_no_leak_is_called_fine_and_no_honest_step_a_violation():
+def test_no_leak_is_called_fine_and_no_step_of_the_language_a_violation():
     found = [judged(seed) for seed in range(150)]
-    assert [one for one in found if one.finding in (LEAK, ACCUSED)] == []
+    assert [one for one in found if one.finding == LEAK] == []
+    assert [one for one in found if one.finding == ACCUSED and one.kind == "honest"] == []
     assert sum(one.said == "certified" for one in found) > 20
