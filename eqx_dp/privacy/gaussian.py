@@ -173,7 +173,7 @@ def _noised(
         pair = normals(counter, position, _side_by_side(name))
         noisy = _noisy_rows(total, pair, stddev)
         parts = jnp.split(noisy, np.cumsum(halves)[:-1], axis=1)
-        return [_in_shape(part, x.shape) for part, x in zip(parts, sums, strict=True)], past
+        return [_in_shape(part, x.shape) for part, x in zip(parts, sums, strict=True)], []
 
     operands = counter, names, sums, past
     if is_divided:
