@@ -1,26 +1,39 @@
-"""A step's arguments: which ones hold private data, and which ones are results again."""
+"""A step's arguments: which ones hold private data, which is the mask, which are results again."""
 
+import dataclasses
 import inspect
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import DictKey, SequenceKey, tree_leaves_with_path
 
 from ..paths import dotted
+from ..privacy import GaussianPrivatizerState, NoiseStream
 from ..shown import shown
 from ..trees import PyTree, is_array_or_shape
 
 
 class Argument(NamedTuple):
-    """An array among a step's arguments."""
+    """An array among a step's arguments.
+
+    Attributes:
+        names: its dotted paths: by position, and by name.
+        shape: its shape.
+        dtype: its dtype.
+        stream: if it is part of a stream of noise: the number of the stream, and of the part.
+        leaf: the array, or what stands for it.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
+    stream: tuple[int, int] | None
+    leaf: Any
 
 
 def arguments_of(
@@ -29,14 +42,13 @@ def arguments_of(
     """All arrays, in the order in which the traced program takes them."""
     parameters = _parameters(fn)
     found: list[Argument] = []
+    streams = _streams((tuple(args), dict(kwargs)))
     for (where, at, *rest), leaf in arrays_in((tuple(args), dict(kwargs))):
-        assert isinstance(where, SequenceKey)
-        heads = [str(at.key)] if isinstance(at, DictKey) else [str(at.idx)]
-        if where.idx == 0 and at.idx < len(parameters):
-            heads.append(parameters[at.idx])
+        heads = _heads(where, at, parameters)
         tail = dotted(tuple(rest))
         names = tuple(f"{head}.{tail}" if tail else head for head in heads)
-        found.append(Argument(names, tuple(leaf.shape), leaf.dtype))
+        stream = streams.get((where, at, *rest))
+        found.append(Argument(names, tuple(leaf.shape), leaf.dtype, stream, leaf))
     return found
 
 
@@ -49,6 +61,27 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
+def _heads(where: Any, at: Any, parameters: Sequence[str]) -> list[str]:
+    """The names of a whole argument: position and name, or its name alone."""
+    assert isinstance(where, SequenceKey)
+    heads = [str(at.key)] if isinstance(at, DictKey) else [str(at.idx)]
+    if where.idx == 0 and at.idx < len(parameters):
+        heads.append(parameters[at.idx])
+    return heads
+
+
+def _streams(tree: PyTree[Any]) -> dict[tuple[Any, ...], tuple[int, int]]:
+    """For each array of a stream's state its number, by path: streams say by type what they are."""
+    kinds = (GaussianPrivatizerState, NoiseStream)
+    nodes = tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))
+    states = [(path, node) for path, node in nodes if isinstance(node, kinds)]
+    return {
+        (*path, *below): (number, part)
+        for number, (path, node) in enumerate(states)
+        for part, (below, _) in enumerate(tree_leaves_with_path(node))
+    }
+
+
 def under(arguments: Sequence[Argument], entries: object, what: str) -> list[bool]:
     """For each array whether positions, names or dotted paths name it.
 
@@ -59,51 +92,125 @@ def under(arguments: Sequence[Argument], entries: object, what: str) -> list[boo
     named: list[Any] = [entries] if is_one else [*cast("Iterable[Any]", entries)]
     for entry in named:
         is_name = isinstance(entry, int | str) and not isinstance(entry, bool)
-        if not is_name or not any(_is_under(argument, str(entry)) for argument in arguments):
+        if not is_name or not any(_is_under(argument.names, str(entry)) for argument in arguments):
             known = ", ".join(dict.fromkeys(a.names[-1].split(".")[0] for a in arguments))
             raise ValueError(
                 f"{what} names {shown(entry)}, under which the step has no array. Its arguments "
                 f"with arrays are: {known}. Give positions, names, or dotted paths that begin with "
                 "one of them."
             )
-    return [any(_is_under(argument, str(entry)) for entry in named) for argument in arguments]
+    return [any(_is_under(one.names, str(entry)) for entry in named) for one in arguments]
 
 
-def _is_under(argument: Argument, entry: str) -> bool:
-    return any(f"{name}.".startswith(f"{entry}.") for name in argument.names)
+def _is_under(names: Sequence[str], entry: str) -> bool:
+    return any(f"{name}.".startswith(f"{entry}.") for name in names)
+
+
+def masks_among(arguments: Sequence[Argument], is_private: Sequence[bool]) -> set[int]:
+    """The masks: what is called `is_padding_example`, or else the only boolean vector of a batch.
+
+    Arrays of one length are one batch. Of stacks of batches, the mask has two dimensions.
+    """
+    found: set[int] = set()
+    batches = {
+        one.shape[0] for one, its in zip(arguments, is_private, strict=True) if its and one.shape
+    }
+    for length in batches:
+        bools = {
+            i: len(one.shape)
+            for i, one in enumerate(arguments)
+            if is_private[i] and one.dtype == np.bool_ and one.shape[:1] == (length,)
+        }
+        ends = (f".{arguments[i].names[-1]}".endswith(".is_padding_example") for i in bools)
+        called = {i for i, is_so in zip(bools, ends, strict=True) if is_so}
+        least = {i for i, rank in bools.items() if rank == min(bools.values())}
+        found |= called or (least if len(least) == 1 else set())
+    return found
+
+
+def statics_among(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], entries: Iterable[Any]
+) -> list[str]:
+    """What is no array in private arguments: numbers, texts, static fields. They are in no program.
+
+    Returns:
+        The dotted paths of those that would be constants of the step.
+    """
+    parameters, found = _parameters(fn), list[str]()
+    named = [str(entry) for entry in entries]
+    for (where, at, *rest), leaf in tree_leaves_with_path((tuple(args), dict(kwargs))):
+        tail = dotted(tuple(rest))
+        names = [f"{head}.{tail}" if tail else head for head in _heads(where, at, parameters)]
+        if any(_is_under(names, entry) for entry in named) and not is_array_or_shape(leaf):
+            found.append(names[-1])
+    whole = {**dict(enumerate(args)), **kwargs}
+    for at, value in whole.items():
+        names = [str(at)]
+        if isinstance(at, int) and at < len(parameters):
+            names.append(parameters[at])
+        parts = [entry for entry in named if any(f"{entry}.".startswith(f"{n}.") for n in names)]
+        nodes = _static_fields(value) if parts else []
+        found += [f"{names[-1]} ({field})" for field in nodes]
+    return found
+
+
+def _static_fields(tree: Any) -> list[str]:
+    """Fields of the nodes of a tree that hold no children, and are part of its structure."""
+    found = list[str]()
+
+    def look(node: Any) -> bool:
+        plain = (tuple, list, dict, type(None))
+        if isinstance(node, plain) or is_array_or_shape(node):
+            return False
+        if dataclasses.is_dataclass(node):
+            found.extend(
+                f"{type(node).__name__}.{field.name}"
+                for field in dataclasses.fields(node)
+                if field.metadata.get("static") or not field.metadata.get("pytree_node", True)
+            )
+        elif not jax.tree_util.all_leaves([node]):
+            found.append(type(node).__name__)
+        return False
+
+    jax.tree_util.tree_leaves(tree, is_leaf=look)
+    return found
 
 
 # Results that are arguments of the next call: the state that a step carries.
 
-_Kind: TypeAlias = tuple[tuple[int, ...], Any]  # shape and dtype, or True for floats of any width
 
-
-def next_arguments(
+def coming_back(
     args: Sequence[Any], kwargs: Mapping[str, Any], results: PyTree[Any]
-) -> list[list[int]]:
-    """For each array that a step returns, the arguments that it may be in the next call.
+) -> list[int | None]:
+    """For each array that a step returns, the argument that it is in the next call.
 
     What a caller does with results is in no program, so places decide, of equal shapes and dtypes
-    (floats of any width):
+    (floats of any width). No two results are one argument:
 
     | a step | the result `state` comes back as |
     |---|---|
     | `step(model, state, *batch) -> (model, state)` | the argument at the same place |
-    | `step(state, *batch) -> state` | an argument that has its arrays at the same paths |
+    | `step(state, *batch) -> state` | the argument that has its arrays at the same paths |
     | `step(state, *batch) -> (loss, state)` | the same, if nothing fits at its own place |
-
-    Returns:
-        A list for each array among the results, of numbers of arrays among the arguments.
     """
-    at_place: dict[Any, list[int]] = {}
-    at_path: defaultdict[Any, list[int]] = defaultdict(list)
-    for i, (path, leaf) in enumerate(arrays_in((tuple(args), dict(kwargs)))):
-        at_place[path[1:], _kind(leaf)] = [i]
-        at_path[path[2:], _kind(leaf)].append(i)
-    return [
-        at_place.get((path, kind)) or [*at_path[path, kind], *at_path[path[1:], kind]]
-        for path, kind in ((path, _kind(leaf)) for path, leaf in arrays_in(results))
-    ]
+    before = [(path[1:], _kind(leaf)) for path, leaf in arrays_in((tuple(args), dict(kwargs)))]
+    after = [(path, _kind(leaf)) for path, leaf in arrays_in(results)]
+    found: list[int | None] = [None] * len(after)
+    ways = (
+        (before, after),
+        ([(path[1:], kind) for path, kind in before], after),
+        *[([(path[1:], kind) for path, kind in one] for one in (before, after))],
+    )
+    for arguments, returned in ways:
+        places = {one: i for i, one in enumerate(arguments)}
+        counts, times = Counter(arguments), Counter(returned)
+        taken = {*found}
+        for i, one in enumerate(returned):
+            at = places.get(one)
+            is_only = counts[one] == times[one] == 1
+            if found[i] is None and at is not None and at not in taken and is_only:
+                found[i] = at
+    return found
 
 
 def arrays_in(tree: PyTree[Any]) -> list[tuple[tuple[Any, ...], Any]]:
@@ -111,7 +218,8 @@ def arrays_in(tree: PyTree[Any]) -> list[tuple[tuple[Any, ...], Any]]:
     return tree_leaves_with_path(eqx.filter(tree, is_array_or_shape))
 
 
-def _kind(leaf: Any) -> _Kind:
+def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype; True for floats of any width."""
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return tuple(leaf.shape), True
     return tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)

@@ -1,51 +1,79 @@
-"""Facts about a value of a training step. A fact that is not proven is absent.
+"""Facts about a value of a training step, one field for each subject.
 
-| kind | what the value is computed from |
-|---|---|
-| `Kind.PUBLIC` | public arguments, constants, random bits, and sums after noise |
-| `Kind.SUM` | clipped sums, by linear operations of known norms, and public values |
-| `Kind.PRIVATE` | private arguments, and every value without another proven kind |
+A fact that is not proven is absent. Each subject has a small lattice and a module with its rules:
 
-All other fields are empty unless their content was proven.
+| subject | field | rules |
+|---|---|---|
+| where private values go | `reach` | here |
+| rows: what an entry of a value depends on | `places`, `turns` | `rows.py` |
+| masks and indices: arguments as they came | `role` | `roles.py` |
+| clipped sums, and how far one example moves them | `sum` | `sums.py` |
+| streams of noise, keys of losses | `token` | `streams.py` |
 """
 
 import enum
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..trees import is_key
-from .keys import Key, Number
-
-Path: TypeAlias = tuple[Hashable, ...]
+# Rows.
 
 
-class Kind(enum.IntEnum):
-    """What a value is computed from; of several kinds, the largest counts."""
-
-    PUBLIC = 0
-    SUM = 1
-    PRIVATE = 2
-
-
-class Ref(NamedTuple):
-    """A dimension of private arguments whose rows belong together.
+class Row(NamedTuple):
+    """A dimension of a private value: entry i depends on row i of private arguments alone.
 
     Attributes:
-        length: of their first dimension.
-        dim: which of their dimensions: 0 or 1.
-        loops: each of their turns takes one entry along the first dimension.
-        axes: the mesh axes that it is spread over.
+        length: of the arguments' first dimension. Arguments of one length belong together.
+        dim: which of their dimensions it is: 0, or 1 of a stack of batches.
+        part: if rows were reshaped to (n, m): (n, m, 0) for the first, (n, m, 1) for the second.
+        turns: loops that take one entry along the other dimension in each turn.
+        index: the integer argument that chose the rows; "" if none did, `ANY` for a mask.
     """
 
     length: int
     dim: int
-    loops: tuple[Hashable, ...] = ()
-    axes: frozenset[str] = frozenset()
+    part: tuple[int, ...] = ()
+    turns: tuple[Hashable, ...] = ()
+    index: str = ""
+
+    @property
+    def is_one_dimension(self) -> bool:
+        """Whether rows are along it alone, the loops around it aside."""
+        return len(self.turns) == (self.dim == 1) + bool(self.part)
+
+
+ANY = "*"
+EVEN: Final = "even"
+Place: TypeAlias = Row | str | None
+"""What an entry along a dimension depends on: a row; `EVEN`, of public values: all entries are the
+same; None: anything."""
+
+
+def met(places: Iterable[Place]) -> Place:
+    """What an entry depends on that is computed from entries of several values."""
+    found: Place = EVEN
+    for place in places:
+        if found == EVEN:
+            found = place
+        elif place != EVEN and place != found:
+            found = _indexed(found, place)
+    return found
+
+
+def _indexed(one: Place, other: Place) -> Place:
+    """Rows by an index and their mask."""
+    if not isinstance(one, Row) or not isinstance(other, Row):
+        return None
+    index = other.index if one.index == ANY else one.index
+    is_met = ANY in (one.index, other.index) and one._replace(index=other.index) == other
+    return one._replace(index=index) if is_met else None
+
+
+# Clipped sums.
 
 
 class Term(NamedTuple):
@@ -60,81 +88,142 @@ class Term(NamedTuple):
     gain: float
 
 
-Row: TypeAlias = frozenset[Term]
+Terms: TypeAlias = frozenset[Term]
+
+
+class Sum(NamedTuple):
+    """Linear functions of clipped sums whose results are side by side.
+
+    Attributes:
+        rows: each of them, as a sum of terms.
+        is_exact: whether the bounds are reached.
+        over: the loop over whose turns this is a part of the sum; None if it is whole.
+        is_stacked: whether the parts of that loop's turns are along the first dimension.
+    """
+
+    rows: tuple[Terms, ...]
+    is_exact: bool = True
+    over: Hashable = None
+    is_stacked: bool = False
+
+    def scaled(self, factor: float, is_exact: bool = True) -> "Sum":
+        """After a linear function whose norm is at most `factor`."""
+        rows = (frozenset(Term(t.leaf, t.gain * factor) for t in row) for row in self.rows)
+        return self._replace(rows=tuple(rows), is_exact=self.is_exact and is_exact)
+
+
+# Where private values go.
+
+
+class Kind(enum.IntEnum):
+    """What a value is computed from; of several kinds, the largest counts."""
+
+    PUBLIC = 0
+    SUM = 1
+    PRIVATE = 2
+
+
+class Reach(NamedTuple):
+    """What private values have reached a value.
+
+    Attributes:
+        kind: `PUBLIC`: nothing private; `SUM`: a linear function of clipped sums alone, whose bound
+            is known; `PRIVATE`: anything else.
+        is_drawn: whether random numbers of the step's own are in it.
+        is_noised: whether a release is in it.
+        reason: why it is private; a key of `record.REASONS`.
+        where: the source line of the reason.
+    """
+
+    kind: Kind = Kind.PUBLIC
+    is_drawn: bool = False
+    is_noised: bool = False
+    reason: str = ""
+    where: str = ""
 
 
 class Fact(NamedTuple):
     """What is known of a value.
 
     Attributes:
-        kind: see above.
-        constant: computes the value, if it depends only on constants; see `value_of`.
-        number: for integers, what they count.
-        key: the key of random numbers that the value is (typed, or its words).
-        even: dimensions along which all entries of a public value are the same.
-        refs: for each dimension of a private value, the matching dimension of the arguments: its
-            entry i depends only on entry i of the arguments.
-        indexes: for integers from private arguments, how they can serve as indices.
-        rows: for a sum, linear functions whose results are concatenated; a bound on all.
-        is_exact: whether the bounds are reached.
-        over: mesh axes; this is a device's part of the sum over their devices.
-        is_random: whether a public value contains random numbers, or a sum has some added.
-        past: of noise that a privatizer keeps for later steps, as it is: where it was added, and
-            its place among what is kept for the next step.
-        reason: why a value is private; a key of `marked.REASONS`.
-        where: the source line of the reason.
+        reach: what private values have reached it.
+        places: for each dimension, what an entry along it depends on.
+        turns: loops in whose turns it may differ, beside what its rows are.
+        role: what a mask, an index or a running total stands for.
+        sum: for a clipped sum, how far one example moves it.
+        token: the stream of noise, the key or the counter that it is.
+        value: computes the value, if it depends only on constants; see `value_of`.
     """
 
-    kind: Kind = Kind.PUBLIC
-    constant: Callable[[], Any] | None = None
-    number: Number | None = None
-    key: Key | None = None
-    even: frozenset[int] = frozenset()
-    refs: tuple[Ref | None, ...] = ()
-    indexes: tuple[Any, ...] = ()
-    rows: tuple[Row, ...] = ()
-    is_exact: bool = False
-    over: frozenset[str] = frozenset()
-    is_random: bool = False
-    past: Path = ()
-    reason: str = ""
-    where: str = ""
+    reach: Reach = Reach()
+    places: tuple[Place, ...] = ()
+    turns: frozenset[Hashable] = frozenset()
+    role: tuple[Any, ...] = ()
+    sum: Sum | None = None
+    token: Any = None
+    value: Callable[[], Any] | None = None
 
     @property
     def is_public(self) -> bool:
-        """Whether it contains nothing private."""
-        return self.kind is Kind.PUBLIC
+        """Whether nothing private has reached it."""
+        return self.reach.kind is Kind.PUBLIC
 
 
-PAST = Fact(Kind.PRIVATE, reason="past")
-"""The fact about noise that a privatizer keeps: as secret as a key, and an operand of noise."""
+def private(reason: str, where: str = "") -> Fact:
+    """A private value of which nothing else is known."""
+    return Fact(Reach(Kind.PRIVATE, reason=reason, where=where))
+
+
+def reached(facts: Iterable[Fact], reason: str = "unknown", where: str = "") -> Reach:
+    """What has reached an unknown function of values."""
+    every = [fact.reach for fact in facts]
+    lost = [reach for reach in every if reach.kind is not Kind.PUBLIC]
+    is_drawn, is_noised = (any(reach[i] for reach in every) for i in (1, 2))
+    if not lost:
+        return Reach(Kind.PUBLIC, is_drawn, is_noised)
+    before = next((reach for reach in lost if reach.kind is Kind.PRIVATE), None)
+    if before is not None and (before.reason != "rows" or reason == "unknown"):
+        reason, where = before.reason, before.where or where
+    return Reach(Kind.PRIVATE, is_drawn, is_noised, reason, where)
+
+
+def either(facts: Sequence[Fact]) -> Fact:
+    """The fact about a value that is one of several."""
+    first, *others = facts
+    if all(fact == first for fact in others):
+        return first
+    turns = frozenset[Hashable]().union(*(fact.turns for fact in facts))
+    places = [fact.places for fact in facts]
+    is_like = len({len(one) for one in places}) == 1
+    return Fact(
+        reached(facts),
+        tuple(map(met, zip(*places, strict=True))) if is_like else (),
+        turns,
+        first.role if all(fact.role == first.role for fact in others) else (),
+        token=first.token if all(fact.token == first.token for fact in others) else None,
+    )
+
+
+# Constants.
 
 _LARGE = 1 << 20
 
 
 def of_array(value: Any) -> Fact:
-    """The facts about a constant of the program."""
-    shape, constant = tuple(np.shape(value)), lambda: value
-    if isinstance(value, jax.Array) and is_key(value):
-        return Fact(constant=constant, key=Key(None if shape else ("constant", key_bytes(value))))
-    even = frozenset[int]()
-    if 0 < np.size(value) <= _LARGE:
+    """The fact about a constant of the program."""
+    places: list[Place] = [None] * np.ndim(value)
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) if places else False
+    if 0 < np.size(value) <= _LARGE and places and not is_key:
         array = np.asarray(value)
-        even = frozenset(d for d in range(array.ndim) if bool((array == array.take([0], d)).all()))
-    is_number = not shape and np.issubdtype(np.result_type(value), np.integer)
-    number = Number(None, int(value)) if is_number else None
-    return Fact(constant=constant, number=number, even=even)
-
-
-def key_bytes(keys: Any) -> bytes:
-    """What keys are made of, typed or as words."""
-    return np.asarray(jax.random.key_data(keys) if is_key(keys) else keys).tobytes()
+        first = [array == array.take([0], dim) for dim in range(array.ndim)]
+        places = [EVEN if bool(is_same.all()) else None for is_same in first]
+    return Fact(places=tuple(places), value=lambda: value)
 
 
 def evaluated(equation: JaxprEqn, inputs: Sequence[Fact]) -> Callable[[], Any] | None:
     """Computes the result of an equation whose operands are small constants."""
     size = int(np.prod(getattr(equation.outvars[0].aval, "shape", ())))
-    is_known = all(fact.constant for fact in inputs) and size <= _LARGE
+    is_known = all(fact.value for fact in inputs) and size <= _LARGE
     if not is_known or len(equation.outvars) != 1 or equation.effects:
         return None
     return functools.cache(
@@ -146,35 +235,14 @@ def value_of(fact: Fact) -> Any:
     """The value, if it depends only on constants and can be computed; otherwise None."""
     try:
         with jax.ensure_compile_time_eval():
-            return fact.constant and fact.constant()
+            return fact.value and fact.value()
     except Exception:  # after any error the value is unknown
         return None
 
 
-def made_of(facts: Iterable[Fact], reason: str = "unknown", where: str = "") -> Fact:
-    """The fact about an unknown function of values: whether it is private, and why."""
-    facts = list(facts)
-    lost = [fact for fact in facts if not fact.is_public]
-    if not lost:
-        return Fact(is_random=any(fact.is_random for fact in facts))
-    before = next((fact for fact in lost if fact.kind is Kind.PRIVATE), None)
-    if before is not None and (before.reason != "rows" or reason == "unknown"):
-        reason, where = before.reason, before.where or where
-    is_random = any(fact.is_random for fact in lost)
-    return Fact(Kind.PRIVATE, is_random=is_random, reason=reason, where=where)
-
-
-def either(facts: Sequence[Fact], where: str = "") -> Fact:
-    """The facts about a value that is one of several, by a public choice."""
-    first, *others = facts
-    if all(fact == first for fact in others):
-        return first
-    found = made_of(facts, where=where)
-    if any(fact.key for fact in facts):
-        found = found._replace(key=first.key if len({f.key for f in facts}) == 1 else Key(None))
-    if not found.is_public:
-        return found
-    number = first.number if all(fact.number == first.number for fact in others) else None
-    return found._replace(
-        number=number, even=frozenset.intersection(*(fact.even for fact in facts))
-    )
+def whole_number(fact: Fact) -> int | None:
+    """A whole number that is a constant of the program; otherwise None."""
+    value = value_of(fact)
+    if value is None or np.shape(value) or not np.issubdtype(np.result_type(value), np.integer):
+        return None
+    return int(value)

@@ -14,11 +14,11 @@ from ..precision import JmpPolicy, Policy, checked_policy
 from ..shown import function_name, some
 from ..tables import Part, tabular
 from ..trees import PyTree
-from .arguments import arrays_in, next_arguments
+from .arguments import arguments_of, arrays_in, coming_back
 from .flow import Context
 from .precision_flow import Operation, PrecisionFlow, Violation
 from .privacy_report import as_json
-from .widths import Facts
+from .widths import Facts, known_width
 
 
 @tabular
@@ -98,7 +98,7 @@ def check_precision(
     |---|---|---|
     | forward, backward | compute | matrix products and convolutions inside the loss |
     | the same | `matmul_precision` | they keep at least its digits of float32 |
-    | module rule | compute of a rule | at least one operation runs under each rule |
+    | module rule | compute of a rule | one operation at least; products, sums, roots in it |
     | clip norm | accumulate | norms of single gradients, and clip factors |
     | sum over examples | accumulate | the weighted sum |
     | sum over microbatches | accumulate | its addition to the total |
@@ -107,6 +107,7 @@ def check_precision(
     | noise draw | noise | the random bits, and every value from them to the addition |
     | noise addition | noise | the sum with the noise in it |
     | stored parameters | params | what is trained, as the step returns it |
+    | the same | `rounding` | if it is stochastic: by random bits, of another key in each step |
     | optimizer state | optimizer | the arrays of optax's states that the step returns |
 
     Accumulate, noise and optimizer dtypes are lower limits: wider dtypes are accepted. A state is
@@ -176,8 +177,9 @@ def check_precision(
         raise ValueError("policy is None: give the policy that the step was built with.")
     function("fn", fn, "the step")
     program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
-    returns = next_arguments(args, kwargs, results)
-    flow, outputs = _followed(program, declared, returns)
+    returns = coming_back(args, kwargs, results)
+    names = [argument.names[-1] for argument in arguments_of(fn, args, kwargs)]
+    flow, outputs = _followed(program, declared, names, returns)
     if not flow.stages:
         raise ValueError(
             f"Nothing to check: {function_name(fn)} calls neither the function that "
@@ -199,22 +201,24 @@ _RETURNED = "a clipped sum, or a value computed from it, is returned without noi
 
 
 def _followed(
-    program: ClosedJaxpr, policy: Policy, returns: list[list[int]]
+    program: ClosedJaxpr, policy: Policy, names: list[str], returns: list[int | None]
 ) -> tuple[PrecisionFlow, list[Facts]]:
     """Follows call after call, until the un-noised sums that are returned no longer change."""
     count, back = len(program.jaxpr.invars), set[int]()
     while True:
-        flow = PrecisionFlow(policy)
-        inputs = [Facts(clipped=i in back, arguments=frozenset({i})) for i in range(count)]
+        flow = PrecisionFlow(policy, names)
+        inputs = [Facts(i in back, arguments=frozenset({i}), untouched=i) for i in range(count)]
         outputs = flow.program(program, inputs, Context())
-        now = {i for facts, at in zip(outputs, returns, strict=True) if facts.clipped for i in at}
+        now = {
+            i for facts, i in zip(outputs, returns, strict=True) if facts.clipped and i is not None
+        }
         if now <= back:
             return flow, outputs
         back |= now
 
 
 def _stored_otherwise(
-    flow: PrecisionFlow, results: PyTree[Any], outputs: list[Facts], returns: list[list[int]]
+    flow: PrecisionFlow, results: PyTree[Any], outputs: list[Facts], returns: list[int | None]
 ) -> list[Violation]:
     """A row for each dtype in which parameters or optimizer state are stored as not declared.
 
@@ -222,13 +226,23 @@ def _stored_otherwise(
     gradient is not. State is known by its type, which is one of optax's. Of it, arrays of one axis
     or more count: numbers by themselves (learning rates that are state) are no moments.
     """
-    params, state = flow.policy.param_dtype, flow.policy.optimizer_dtype
-    stored = {params, *(rule.param_dtype for rule in flow.policy.modules)}
+    policy = flow.policy
+    params, state = policy.param_dtype, policy.optimizer_dtype
+    stored = {params, *(rule.param_dtype for rule in policy.modules)}
+    fixed = {i for facts, i in zip(outputs, returns, strict=True) if facts.untouched == i}
+    is_narrow = known_width(params).narrower(known_width(policy.accumulate_dtype))
     found: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for (path, leaf), facts, at in zip(arrays_in(results), outputs, returns, strict=True):
-        is_trained = flow.trained & facts.arguments & set(at)
-        if is_trained and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in stored:
+        is_trained = flow.trained & facts.arguments & {at}
+        if not is_trained or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        if leaf.dtype not in stored:
             found["stored parameters", str(params), str(leaf.dtype)].append(keystr(path))
+        elif policy.rounding == "stochastic" and is_narrow:
+            draws = [draw.arguments - fixed for draw in facts.draws]
+            how = "the same random bits in each step" if draws else "rounded without random bits"
+            if not any(draws):
+                found["stored parameters", "rounding stochastic", how].append(keystr(path))
     for path, node in tree_leaves_with_path(results, is_leaf=_is_state):
         for below, leaf in tree_leaves_with_path(node) if _is_state(node) else ():
             is_array = leaf.shape and jnp.issubdtype(leaf.dtype, jnp.floating)

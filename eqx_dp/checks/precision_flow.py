@@ -10,7 +10,14 @@ from jax.extend.core.primitives import convert_element_type_p, select_n_p
 from ..gradients import mark_of
 from ..precision import Matmul, ModuleRule, Policy
 from ..precision.stages import is_backward, is_in_narrow_product, rules_at, stage_of
-from ..programs import COLLECTIVES, SUMS_OF_DEVICES, equation_flops, has_free_dimensions, named
+from ..programs import (
+    COLLECTIVES,
+    REARRANGED,
+    SUMS_OF_DEVICES,
+    equation_flops,
+    has_free_dimensions,
+    named,
+)
 from .flow import Context, Flow, dtype_of, size_of
 from .widths import (
     CONTRACTIONS,
@@ -79,6 +86,7 @@ _ARITHMETIC = _SUMS | named(
     reduce_prod cumprod cumsum cumlogsumexp reduce_window_sum reduce_precision
     select_and_scatter_add"""
 )
+_STATISTICS = named("reduce_sum rsqrt sqrt")
 _CASTS = named("convert_element_type bitcast_convert_type")
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32")
 # These pass several values on, side by side.
@@ -101,6 +109,7 @@ class PrecisionFlow(Flow[Facts]):
 
     Attributes:
         policy: what is declared.
+        names: dotted paths of the program's arguments.
         violations: each once, in the order in which they were found.
         stages: those that were met.
         trained: the program's arguments that the engine trains.
@@ -108,8 +117,9 @@ class PrecisionFlow(Flow[Facts]):
 
     nothing = NOTHING
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, names: Sequence[str]):
         super().__init__()
+        self.names = names
         self.violations: dict[Violation, None] = {}
         self.stages: set[str] = set()
         self.trained: set[int] = set()
@@ -153,6 +163,8 @@ class PrecisionFlow(Flow[Facts]):
                 self._contraction(case)
             if stage == "loss" and equation.primitive is convert_element_type_p:
                 self._operand_cast(case)
+            if stage == "loss" and name in _STATISTICS and not is_backward(context.scope):
+                self._statistic(case)
             if stage in _ACCUMULATING:
                 self._accumulates(case, stage)
             if name in COLLECTIVES:
@@ -160,9 +172,10 @@ class PrecisionFlow(Flow[Facts]):
         if stage == "cast":
             return [Facts(arguments=self.joined(inputs).arguments)] * count
         if stage in ("loss", "grid"):  # whatever sums were added to it
-            return [NOTHING] * count
+            own = inputs[0].arguments if name in REARRANGED else frozenset[int]()
+            return [Facts(arguments=own)] * count
         if name in _DRAWS or stage == "bits":
-            return [_drawn(context, equation)] * count
+            return [_drawn(context, equation, self.joined(inputs).arguments)] * count
         if stage == "sum":
             return [Facts(clipped=True)] * count
         noise = _noise_added(case)
@@ -202,14 +215,32 @@ class PrecisionFlow(Flow[Facts]):
             return
         shown = _STAGES.get(case.stage or "", "outside of the engine")
         if case.stage == "loss":
-            known = [self._rules[m] for m in rules_at(scope) if m in self._rules]
-            rule = known[-1] if known else None  # of the innermost module
+            rule = self._rule_at(scope)
             shown = "backward" if is_backward(scope) else "forward"
             self._runs_as_declared(case, operands, rule, shown)
             self._is_as_precise(case, shown)
             shown += "" if rule is None else f" in {rule.match}"
         flops = equation_flops(equation)
         self._count(case.context, "contraction", shown, _product(operands), flops, "")
+
+    def _rule_at(self, scope: str) -> ModuleRule | None:
+        """The rule of the innermost module that has one."""
+        known = [self._rules[match] for match in rules_at(scope) if match in self._rules]
+        return known[-1] if known else None
+
+    def _where(self, case: _Case) -> str:
+        """The source line, and the path of the module whose parameter is at work there."""
+        own = [i for facts in case.inputs for i in facts.arguments & self.trained]
+        modules = dict.fromkeys(self.names[i].rpartition(".")[0] for i in own)
+        return " in ".join([case.context.line, *filter(None, modules)])
+
+    def _statistic(self, case: _Case) -> None:
+        """Sums and roots in a module with a wide rule, as those of a norm layer, are as wide."""
+        rule, width = self._rule_at(case.context.scope), width_of_variable(case.equation.invars[0])
+        if rule is not None and width and width.narrower(known_width(rule.compute_dtype)):
+            name = f"{known_width(rule.compute_dtype).name} (in {rule.match})"
+            found = f"{case.equation.primitive.name} of {width.name}, narrower"
+            self._violation("forward", name, found, self._where(case))
 
     def _runs_as_declared(
         self, case: _Case, operands: list[Width], rule: ModuleRule | None, shown: str
@@ -219,7 +250,7 @@ class PrecisionFlow(Flow[Facts]):
         Going back through a contraction that was asked for a wide result, JAX itself mixes the
         compute dtype with the wider one: there, one side has to be in it.
         """
-        equation, line = case.equation, case.context.line
+        equation, line = case.equation, self._where(case)
         if any(jnp.issubdtype(dtype_of(v), jnp.complexfloating) for v in equation.invars):
             return  # there is no complex number of half precision
         declared = known_width((rule or self.policy).compute_dtype)
@@ -238,7 +269,7 @@ class PrecisionFlow(Flow[Facts]):
 
     def _runs_narrow(self, case: _Case, operands: list[Width], matmul: Matmul, shown: str) -> None:
         """A product of matrices in the loss is the engine's, in the dtypes of `matmul`."""
-        line, found = case.context.line, _product(operands)
+        line, found = self._where(case), _product(operands)
         names = {str(matmul.forward)} | ({str(matmul.backward)} if shown == "backward" else set())
         name = f"{' or '.join(sorted(names))}, scaling {matmul.scaling}"
         result, dtypes = width_of_variable(case.equation.outvars[0]), {x.name for x in operands}
@@ -268,7 +299,7 @@ class PrecisionFlow(Flow[Facts]):
         of_float32 = any(dtype_of(v) == jnp.float32 for v in case.equation.invars[:2])
         if inside is not None and (not of_float32 or inside.digits < _KEPT[declared]):
             name = f"matmul_precision {declared}"
-            self._violation(shown, name, inside.name, case.context.line)
+            self._violation(shown, name, inside.name, self._where(case))
 
     def _accumulates(self, case: _Case, stage: str) -> None:
         """Every value between the gradients of single examples and their sum is wide."""
@@ -343,10 +374,11 @@ class PrecisionFlow(Flow[Facts]):
         return results
 
 
-def _drawn(context: Context, equation: JaxprEqn) -> Facts:
+def _drawn(context: Context, equation: JaxprEqn, arguments: frozenset[int]) -> Facts:
     variable = equation.outvars[-1]  # of several, the first is the generator's next state
     bits = equation.params.get("bit_width", 8 * dtype_of(variable).itemsize)
-    return Facts(draws=frozenset({Draw(context.line, int(bits), size_of(variable))}))
+    draw = Draw(context.line, int(bits), size_of(variable), arguments)
+    return Facts(draws=frozenset({draw}), arguments=arguments)
 
 
 def _noise_added(case: _Case) -> Facts | None:

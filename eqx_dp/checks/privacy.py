@@ -2,12 +2,13 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.tree_util import tree_leaves_with_path
 
 from ..expected import expect, function
 from ..paths import dotted
@@ -15,14 +16,16 @@ from ..privacy import PrivacyPlan, Sampler
 from ..programs import users_line
 from ..sharding import check_whole
 from ..shown import shown, some
-from ..trees import is_key
-from .arguments import Argument, arguments_of, arrays_in, next_arguments, under
-from .facts import Fact, Kind, Ref, key_bytes
+from ..trees import is_key, is_shape
+from .arguments import Argument, arguments_of, coming_back, masks_among, statics_among, under
+from .facts import ANY, EVEN, Fact, Kind, Reach, Row
+from .facts import private as private_fact
 from .flow import Context
-from .keys import FIRST, Along, Key, Number
 from .privacy_flow import PrivacyFlow
 from .privacy_report import Finding, PrivacyReport
-from .verdict import Result, TracedStep, names_it, report_on
+from .roles import MASK
+from .streams import Counter, Key, Stream
+from .verdict import Result, TracedStep, report_on
 
 
 def check_privacy(
@@ -36,38 +39,39 @@ def check_privacy(
     public_rows: Iterable[int | str] = (),
     **kwargs: Any,
 ) -> PrivacyReport:
-    """Checks that private data leaves a training step only through the plan's noise.
+    """Certifies that private data leaves a training step only through the plan's noise.
 
     The step is traced, on shapes alone, and its program is read equation by equation, through
-    `jit`, `scan`, `while`, `cond`, `remat`, derivative rules and `shard_map`. Nothing is compiled
-    or computed. In a test:
+    `jit`, `scan`, `while`, `cond`, `remat` and derivative rules. Nothing is compiled or computed.
+    In a test:
 
     ```python
     dp.check_privacy(step, state, xs, ys, is_padding_example=mask).raise_if_violated()
     dp.check_privacy(by_hand, model, opt_state, xs, ys, mask, private=(2, 3, 4), plan=plan)
     ```
 
-    Each value is public, a clipped sum with a bound on its sensitivity, or private. The engine
-    (`filter_clipped_grad`) makes clipped sums and shows their bounds in the program; the noise
-    (`plan.privatizer`, `gaussian_privatizer`, `add_noise`) shows its standard deviation and its
-    stream. Noise of standard deviation s turns a sum of sensitivity S into a release of noise
-    multiplier s / S, and every value computed only from releases is post-processing. Only proven
-    facts count: a value without a proven fact is private, and a claim without a proof is undecided.
+    It certifies these patterns, and calls everything else **undecided**, with the line and the
+    plain rewrite. A **violation** is said only where it is proven.
 
-    | rule | what is checked |
-    |---|---|
-    | release | a result with private data is a release, or is named in `disclose` or `kept` |
-    | noise | the noise multiplier of all releases of a step together, and how many steps a call \
-takes, are at least as the plan has them |
-    | side door | no private value goes into a callback, a print, `eqx.error_if` or a mutable \
-array, or decides how long a loop runs or which branch is taken (outside of the engine) |
-    | fresh noise | each noise has a key for nothing else, another one in each turn of a loop and \
-in each call; so has the key that the loss draws with, of which nothing may be shown |
-    | examples apart | examples of the engine are rows of the private arguments, each once, and \
-what they meet slot by slot is the same for all |
-    | padding | the engine is given a mask, if the plan samples |
-    | sampling | a `sampler` that is given draws as the plan accounts for: by its kind, for as \
-many steps, and of its users |
+    - **examples apart**: the engine (`filter_clipped_grad`) gets batch arguments of the step,
+      or views of them row by row: work entry by entry, or mapped over rows (`vmap`, products
+      with public matrices, padding, stacking of features), with operands that are the same for
+      all slots; microbatches that a `scan` goes over; batches of a stack, one in each turn;
+      rows looked up by one integer argument as it came, the same one for all tables.
+    - **padding**: the mask is the step's mask argument as it came, or OR-ed with something; a
+      plan without padding needs none.
+    - **release**: the clip norm is one of the plan's unit; each result is public, a release, or
+      named in `disclose` or `kept`.
+    - **noise**: `plan.privatizer`, `gaussian_privatizer` or `add_noise` on clipped sums, and
+      linear functions of them; the noise multiplier of all releases together, and how many
+      steps a call takes, are at least as the plan has them.
+    - **fresh noise**: the stream of the noise comes in as an argument, each state gives one
+      noise, and the last state goes out at the same place; nothing else reads its key. The
+      loss's key follows from an argument and is another one in each call; nothing else follows
+      from it.
+    - **side door**: no private value goes into a callback, a print, `eqx.error_if` or a mutable
+      array, or decides how long a loop runs or which branch is taken (outside of the engine).
+    - **sampling**: a `sampler` that is given draws as the plan accounts for.
 
     **Guarantee.** If the report is `ok`, one call of the step is a Gaussian mechanism on the
     private arguments with at least the report's `noise_multiplier`, repeated `steps` times on other
@@ -76,45 +80,36 @@ many steps, and of its users |
 
     - Private arguments hold one example a row. Arguments of equal length belong together row by
       row, and no example stands in two rows. Removing an example moves the later ones by one row,
-      as the sampler does. Indices in an argument do not repeat, except those of padding. If a
-      `scan` goes over stacks of batches, each batch is a separate sample.
+      as the sampler does. The mask argument is the one that is called `is_padding_example`, or the
+      only boolean vector of its length; it is True in the slots without an example. Entries of an
+      index differ, except those of padding. Each batch of a stack is a separate sample.
     - All other arguments are the same for every example, and are chosen without the data. So are
       arrays that the step closes over, and what host functions return inside of a loss.
-    - Results come back as the arguments at their places. Counters stay below 2^31. The caller never
-      passes twice what has to be new (`notes` names it: a key, or a number folded into one).
-    - Different keys among arguments and constants are independent and secret.
+    - Results come back as the arguments at their places. What the caller gives to each call anew is
+      another one each time (`notes` names it). Streams and keys among the arguments are independent
+      and secret.
     - It trusts JAX's batching rules, the bounds that engine and noise state, `dp_accounting`, and
       real arithmetic. (For rounding there are `check_precision` and the engine's bounds.)
 
-    | case | the report |
-    |---|---|
-    | several losses, each with noise | one mechanism: 1 / sqrt(sum of (sensitivity / noise)^2) |
-    | a sum of k clipped sums of one batch | sensitivity k times as large |
-    | noise drawn by `jax.random.normal`, or of another distribution | undecided: use `add_noise` |
-    | sums over slices or chunks of a batch by hand, sums that a loop carries or stacks, one batch \
-of a stack by its index | undecided: the engine makes microbatches, `scan` goes over batches |
-    | an array that is not private meets rows slot by slot | undecided, unless `public_rows` \
-names it |
-    | rows that meet constants of their slots (ramps), or random numbers of their slots | \
-undecided: rows move; draw in the loss, with its key |
-    | a clipped sum times a traced number, a matrix, through a gather | undecided |
-    | a clipped sum by other code than the engine's | undecided: its sensitivity is unknown |
-    | sums of devices, added up by `psum` in `shard_map` | one sum, if rows are spread along the \
-axes of the `psum` and devices have one model |
-    | two kinds of noise from one state of a stream | a violation: they are the same noise |
-    | a key that a loop splits and carries | undecided: split before it, or fold a counter in |
-    | a host function returns a value | undecided: it may depend on any data |
-    | noise that a privatizer keeps in its state | a violation, if it leaves in another way; \
-undecided, if it comes back changed, in another place, or in another state |
-    | private data stays in the state | undecided, unless `kept` names it; a violation if the next \
-call's model is made of it |
-    | noise in one of two branches | counts as if both branches ran |
-    | noise after a nonlinear optimizer | a violation: unbounded |
-    | a call that takes several steps in a scan | `steps` of the plan, each on its own batch |
-    | an error within the check | undecided, with the line |
+    - several losses, each with noise: one mechanism: 1 / sqrt(sum of (sensitivity / noise)^2).
+    - a sum of k clipped sums of one batch: sensitivity k times as large.
+    - several models on one batch, by `vmap` of the whole step: one mechanism, sqrt(models).
+    - noise in one of two branches: counts as if both branches ran.
+    - noise after a nonlinear optimizer: a violation: unbounded.
+    - a call that takes several steps in a scan: `steps` of the plan, each on its own batch.
+    - noise drawn by `jax.random.normal`; a sum that other code clipped; another `shard_map`
+      than the engine's: undecided.
+    - slices of a batch, other gathers, casts of bits, what differs from slot to slot:
+      undecided.
+    - numbers, texts and static fields in a private argument; private arrays of one host alone:
+      undecided: they are in no program.
+    - an array that the step closes over, as long as the batch or the data (`sampler=`):
+      undecided.
+    - noise that is not certified; no release at all, with a plan: undecided.
+    - an error within the check: undecided, with the line.
 
-    It does not see: what a caller does with results; timing, beyond loops and branches; what a
-    compiler does with the program.
+    It does not see: what a caller does with results; timing, beyond loops and branches; numbers
+    that Python or numpy computed before the program; what a compiler does with the program.
 
     Args:
         fn: the step, jitted or not: any function, also one with several calls of the engine.
@@ -124,11 +119,11 @@ call's model is made of it |
             (`("xs", "batch.label")`). The mask and the indices of a sample are private, too. A step
             of `make_step` knows them.
         plan: what the noise is compared with; a step of `make_step` knows it.
-        sampler: what draws the step's batches, to be compared with the plan. (A step of
-            `make_step` makes its own.)
-        disclose: patterns of dotted paths of results, or of their ends (`"2"`, `"loss"`), that you
+        sampler: what draws the step's batches, to be compared with the plan; its number of examples
+            tells what is as long as the data. (A step of `make_step` makes its own.)
+        disclose: dotted paths of results, exactly as the report names them (`"2.loss"`), that you
             release without noise on purpose.
-        kept: patterns of results that come back in the next call and that may hold private data.
+        kept: the same, of results that come back in the next call and that may hold private data.
             Nobody may see them, or anything computed from them.
         public_rows: positions, names or dotted paths of public arguments with a row for each
             example, which moves with the example.
@@ -140,7 +135,7 @@ call's model is made of it |
 
     Raises:
         ValueError: `private` or `public_rows` is missing, or names nothing; `disclose` or `kept`
-            matches no result; `plan` is no plan; the step runs on devices of several processes, and
+            names no result; `plan` is no plan; the step runs on devices of several processes, and
             a private argument is an array of this process alone.
     """
     own_plan = getattr(fn, "plan", None)
@@ -154,24 +149,22 @@ call's model is made of it |
     if not any(is_private):
         raise ValueError("private must say which arguments hold private data: by places or names.")
     has_rows = under(arguments, public_rows, "public_rows")
-    arrays = [leaf for _, leaf in arrays_in((args, kwargs))]
+    arrays = [argument.leaf for argument in arguments]
     rows = [leaf for leaf, its in zip(arrays, is_private, strict=True) if its]
     check_whole(jax.sharding.get_mesh(), rows, arrays)
     try:
         program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         return _untraceable(error, plan)
-    leaves = jax.tree_util.tree_leaves_with_path(results)
-    names = [dotted(path) or "the result" for path, _ in leaves]
+    names = [dotted(path) or "the result" for path, _ in tree_leaves_with_path(results)]
     is_disclosed = _named_by("disclose", disclose, names)
     is_kept = _named_by("kept", kept, names)
-    returns = next_arguments(args, kwargs, results)
-    # A result may be a state if it is inside a tree, and not one of several single results.
-    in_state = [len(path) > 1 or type(results) not in (tuple, list) for path, _ in leaves]
+    returns = coming_back(args, kwargs, results)
+    masks = masks_among(arguments, is_private)
 
     def followed(back: dict[int, Fact]) -> tuple[PrivacyFlow, list[Fact]]:
         facts = [
-            _private(i, argument)
+            _rowwise(argument, i in masks)
             if is_private[i] or has_rows[i]
             else back.get(i) or _public(i, argument)
             for i, argument in enumerate(arguments)
@@ -180,86 +173,116 @@ call's model is made of it |
         line_of = functools.partial(users_line, within="check_privacy")
         return flow, flow.program(program, facts, Context(line_of=line_of))
 
-    def coming_back(found: list[Fact], which: list[bool]) -> dict[int, Fact]:
-        """The facts about arguments that results come back as; those not known before."""
-        return {
-            i: x if x.reason == "past" else _kept(arguments[i])
-            for x, at, is_meant in zip(found, returns, which, strict=True)
-            if not x.is_public and (is_meant or x.reason == "past")
-            for i in at
-            if i not in back
-        }
-
     back, (flow, found) = dict[int, Fact](), followed({})
-    while now := coming_back(found, is_kept):
+    while now := {
+        at: private_fact("kept", f"argument {arguments[at].names[-1]}")
+        for fact, at, its in zip(found, returns, is_kept, strict=True)
+        if its and at is not None and not fact.is_public and at not in back
+    }:
         back |= now
         flow, found = followed(back)
-    # Returned values that are not named must not reach the model of the next call.
-    others = coming_back(found, [not one for one in is_disclosed])
-    later = followed(back | others)[0].record.found if others else ()
-    reaches = any(finding.rule == "release" for finding in later)
-    lengths = {a.shape[0] for i, a in enumerate(arguments) if is_private[i] and a.shape}
-    _check_constants(flow, lengths | {getattr(fn, "_num_examples", None)})
-    known = [*map(Result, names, found, returns, in_state, is_disclosed, is_kept)]
-    last = [argument.names[-1] for argument in arguments]
+    known = [*map(Result, names, found, returns, is_disclosed, is_kept)]
+    step = TracedStep(flow.record, arguments, known, _same_keys(arguments, flow.record.constants))
+    of_data = getattr(fn, "_num_examples", None) if sampler is None else sampler.num_examples
+    entries = (private,) if isinstance(private, int | str) else tuple(private)
+    _check_statics(flow, statics_among(fn, args, kwargs, entries))
+    _check_constants(flow, {r.shape[0] for r in rows if r.shape}, of_data)
+    _check_hosts(flow, rows)
     if plan is not None and sampler is not None and not plan.draws_as(sampler):
         drawn = f"batches are drawn by {sampler}, and the plan accounts for {plan.sampling}"
         advice = "Take plan.sampler(num_examples)."
         flow.record.note(Context(line="sampler"), "sampling", drawn, advice)
-    step = TracedStep(flow.record, last, _same_keys(args, kwargs), known, reaches)
     return report_on(step, plan)
 
 
-def _private(i: int, argument: Argument) -> Fact:
+def _rowwise(argument: Argument, is_mask: bool) -> Fact:
     """An argument with one example in each row."""
-    shape = argument.shape
-    refs = tuple(Ref(shape[0], dim) if dim < 2 else None for dim in range(len(shape)))
-    return Fact(Kind.PRIVATE, refs=refs, indexes=("as it is", i), reason="data")
-
-
-def _kept(argument: Argument) -> Fact:
-    """An argument that holds what an earlier call kept."""
-    return Fact(Kind.PRIVATE, reason="kept", where=f"argument {argument.names[-1]}")
+    shape, name = argument.shape, argument.names[-1]
+    index = ANY if is_mask else ""
+    places = tuple(Row(shape[0], d, index=index) if d < 2 else None for d in range(len(shape)))
+    is_index = np.issubdtype(argument.dtype, np.integer)
+    role = MASK if is_mask else ("index", name) if is_index else ()
+    return Fact(Reach(Kind.PRIVATE, reason="data"), places, role=role)
 
 
 def _public(i: int, argument: Argument) -> Fact:
-    """An argument that is the same for all examples: a counter, a key, or an array."""
-    shape, dtype, root = argument.shape, argument.dtype, ("argument", i)
-    is_words = dtype == np.uint32 and shape[-1:] == (2,)
-    if is_key(argument) or is_words:
-        dims = shape[:-1] if is_words else shape
-        along = (Along(FIRST, 1, dims[0]),) if dims and dims[0] > 1 else ()
-        path = (Number(None, 0, along),) if dims else ()
-        return Fact(key=Key(root if len(dims) < 2 else None, path, is_words))
-    if not shape and np.issubdtype(dtype, np.integer) and np.dtype(dtype).itemsize >= 4:
-        return Fact(number=Number(root))
-    return Fact()
+    """An argument that is the same for all examples: a stream, a key, a counter, or an array."""
+    shape, dtype = argument.shape, argument.dtype
+    if argument.stream is not None:
+        return Fact(token=Stream(*argument.stream))
+    places = (None,) * len(shape)
+    if is_key(argument):
+        if "rbg" in str(dtype) or len(shape) > 1:  # whose children are not independent
+            return Fact()
+        return Fact(places=places, token=Key(i, (0,), shape[0]) if shape else Key(i))
+    is_counter = not shape and np.issubdtype(dtype, np.integer)
+    return Fact(places=places, token=Counter(i) if is_counter else None)
 
 
-def _same_keys(args: Any, kwargs: Any) -> dict[Any, Any]:
-    """Arguments and constants that hold the key of an earlier argument."""
-    found, first = dict[Any, Any](), dict[bytes, Any]()
-    for i, (_, leaf) in enumerate(arrays_in((tuple(args), dict(kwargs)))):
-        if eqx.is_array(leaf) and (is_key(leaf) or leaf.dtype == np.uint32):
-            words = key_bytes(leaf)
-            root = first.setdefault(words, ("argument", i))
-            found |= {("argument", i): root, ("constant", words): root}
+def _same_keys(arguments: Sequence[Argument], constants: Sequence[Any]) -> list[tuple[str, str]]:
+    """Streams whose key another argument, or a constant of the step, holds as well."""
+    found, keys = list[tuple[str, str]](), dict[bytes, str]()
+    for argument in arguments:
+        is_stream = argument.stream is not None and argument.stream[1] == 0
+        if is_stream and eqx.is_array(argument.leaf):
+            words, name = _words(argument.leaf), argument.names[-1]
+            found += [(keys[words], name)] if words in keys else []
+            keys[words] = name
+    others = [(one.names[-1], one.leaf) for one in arguments if one.stream is None]
+    for name, leaf in (*others, *(("a constant of the step", one) for one in constants)):
+        is_words = eqx.is_array(leaf) and (is_key(leaf) or leaf.dtype == np.uint32)
+        if is_words and (words := _words(leaf)) in keys:
+            found.append((keys[words], name))
     return found
 
 
-def _check_constants(flow: PrivacyFlow, lengths: set[int | None]) -> None:
+def _words(leaf: Any) -> bytes:
+    """What a key is made of, typed or as words."""
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes()
+
+
+def _check_statics(flow: PrivacyFlow, names: Sequence[str]) -> None:
+    """What is private and no array: the program holds it as a constant."""
+    if names:
+        flow.record.note(
+            Context(line="the arguments"),
+            "release",
+            f"{some(names, 3)}: private, and no array. It is part of the program, so all that the "
+            "step returns may depend on it",
+            "Pass it as an array, or as an argument that is not private if it is public.",
+            is_decided=False,
+        )
+
+
+def _check_constants(flow: PrivacyFlow, lengths: set[int], of_data: int | None) -> None:
     """Arrays that the step closes over and that are as long as the batch or the data."""
     for value in flow.record.constants:
-        if np.shape(value)[0] in lengths and 0 not in flow.constant(value).even:
+        shape, places = np.shape(value), flow.constant(value).places
+        is_long = shape[0] in lengths and places[:1] != (EVEN,)
+        is_long |= any(n == of_data and p != EVEN for n, p in zip(shape, places, strict=False))
+        if is_long:
             flow.record.note(
                 Context(line="the step"),
                 "examples apart",
-                f"the step closes over an array of shape {np.shape(value)}, which has as many rows "
-                "as the batch or the data",
+                f"the step closes over an array of shape {shape}, which has as many rows as the "
+                "batch or the data",
                 "Pass it as an argument. If it holds private data, name it in private=; if it has "
                 "a public row for each example, name it in public_rows=.",
                 is_decided=False,
             )
+
+
+def _check_hosts(flow: PrivacyFlow, rows: Sequence[Any]) -> None:
+    """On several hosts, a batch that one of them holds by itself is another one on each."""
+    own = [row for row in rows if not isinstance(row, jax.Array) or row.is_fully_addressable]
+    if jax.process_count() > 1 and any(not is_shape(row) for row in own):
+        flow.record.note(
+            Context(line="the arguments"),
+            "examples apart",
+            "there are several processes, and private arguments are arrays of this one alone",
+            "Put the parts of all hosts together: rules.shard_batch((x, y, is_padding_example)).",
+            is_decided=False,
+        )
 
 
 def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
@@ -277,9 +300,9 @@ def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
 def _named_by(what: str, patterns: Iterable[str], names: list[str]) -> list[bool]:
     known = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in known:
-        if not any(names_it(pattern, name) for name in names):
+        if pattern not in names:
             raise ValueError(
-                f"{what} names {shown(pattern)}, which is none of the results. Name one of them, "
-                f"or a pattern that matches one: {some(names, 20)}."
+                f"{what} names {shown(pattern)}, which is none of the results. Name them exactly: "
+                f"{some(names, 20)}."
             )
-    return [any(names_it(pattern, name) for pattern in known) for name in names]
+    return [name in known for name in names]

@@ -3,24 +3,24 @@
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import COLLECTIVES, SUMS_OF_DEVICES, ShardMap, mark_on, named, settled
-from .facts import Fact, Kind, either, evaluated, made_of, of_array
-from .flow import Context, Flow, Loop, dtype_of
-from .keys import Along, Key, Number
-from .marked import Record, engine_call, is_door, is_error_if, noise
-from .numbers import counted, entry, key_of
-from .rows import dimensions, gathered, index_of
-from .sums import linear
+from ..programs import UNCHANGED, ShardMap, mark_on, named, settled
+from . import rows, streams
+from .engine import engine_call
+from .facts import EVEN, Fact, Kind, Reach, either, evaluated, of_array, private, reached
+from .flow import Context, Flow, shape_of
+from .noise import noise
+from .record import Record, is_door, is_error_if, is_proven
+from .roles import gathered, role_of
+from .streams import Counter, Key, Stream
+from .sums import ADDITIONS, added, linear
 
 _HOST = named("pure_callback io_callback buffer_callback")
-_ALIKE_ON_DEVICES = SUMS_OF_DEVICES | named("pmax pmin all_gather all_gather_invariant")
+_DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32 random_gamma")
 
 
 class PrivacyFlow(Flow[Fact]):
@@ -46,14 +46,21 @@ class PrivacyFlow(Flow[Fact]):
 
     def joined(self, facts: Sequence[Fact]) -> Fact:
         """The fact about a value that may be any of several."""
-        return either(facts)
+        stream = streams.either_stream([fact.token for fact in facts])
+        if stream is not None:
+            return Fact(token=stream)
+        found = either([self._read(fact) for fact in facts])
+        for fact in facts if found.token is None else ():
+            self.record.use("something else", fact, fact.reach.where)
+        return found
 
     def holder(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """The facts about an equation's results; none if the check itself fails."""
         try:
             match mark_on(equation):
                 case Mark() as mark:
-                    results = engine_call(self.record, context, equation, mark, inputs)
+                    read = [self._read(fact, context.line) for fact in inputs]
+                    results = engine_call(self.record, context, equation, mark, read)
                 case NoiseMark() as mark:
                     results = noise(self.record, context, equation, mark, inputs)
                 case _:
@@ -64,184 +71,189 @@ class PrivacyFlow(Flow[Fact]):
             found = f"the check failed at '{equation.primitive.name}': {error!r}"
             advice = "This is a fault of the check. Write it in another way, and report it."
             self.record.note(context, "release", found, advice, is_decided=False)
-            lost = Fact(Kind.PRIVATE, reason="unknown", where=context.line)
-            return [lost] * len(equation.outvars)
+            return [private("unknown", context.line)] * len(equation.outvars)
 
     def equation(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """The facts about the results of an equation that holds no program."""
-        name, params = equation.primitive.name, equation.params
-        for i, fact in enumerate(inputs if is_door(equation) else ()):
-            if not fact.is_public:
-                self.record.door(context, equation)
-            elif fact.key is not None:
-                self.record.use(context, "door", fact.key, i)
+        name, count = equation.primitive.name, len(equation.outvars)
         if name == "optimization_barrier":
             return inputs
-        if context.axes and (name in COLLECTIVES or "axis_name" in params):
-            return self._exchanged(context, equation, inputs)
-        if not equation.outvars:
-            return []
-        if name in _HOST and not is_error_if(equation):
-            lost = made_of(inputs)._replace(kind=Kind.PRIVATE, reason="host", where=context.line)
-            return [lost] * len(equation.outvars)
-        found = self._made(context, equation, inputs)
-        if name == "unstack" and found.key is not None:
-            keys = (entry(found.key, i) for i in range(len(equation.outvars)))
-            return [found._replace(key=key) for key in keys]
-        return [found] * len(equation.outvars)
+        if name in UNCHANGED and isinstance(inputs[0].token, Stream):
+            return [Fact(token=inputs[0].token)]
+        inputs = [self._read(fact, context.line) for fact in inputs]
+        for fact in inputs if is_door(equation) else ():
+            if not fact.is_public:
+                self.record.door(context, equation, is_proven(fact))
+        if (total := _total(equation, inputs)) is not None:
+            return [total]
+        if (name in _HOST and not is_error_if(equation)) or (
+            context.axes and _is_of_devices(equation)
+        ):
+            return [private("host" if name in _HOST else "devices", context.line)] * count
+        tokens = self._tokens(context, equation, inputs)
+        return [
+            self._made(context, equation, variable, inputs)._replace(token=token)
+            for variable, token in zip(equation.outvars, tokens, strict=True)
+        ]
 
-    def _made(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:
-        name, key = equation.primitive.name, key_of(equation, inputs)
-        if {fact.kind for fact in inputs} - {Kind.PUBLIC} == {Kind.SUM}:
+    def _made(
+        self, context: Context, equation: JaxprEqn, variable: Any, inputs: list[Fact]
+    ) -> Fact:
+        name = equation.primitive.name
+        if {fact.reach.kind for fact in inputs} - {Kind.PUBLIC} == {Kind.SUM}:
             return linear(context, equation, inputs)
-        found = made_of(inputs, "rows", context.line)
-        if key is None:
-            dtype = dtype_of(equation.outvars[0])
-            if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-                key = Key(None)
-            # Numbers that are drawn, or computed from a key's words.
-            for i, fact in enumerate(inputs):
-                if fact.key is not None:
-                    self.record.use(context, "draw", fact.key, i)
-                    found = found._replace(is_random=True)
-        found = found._replace(key=key, **dimensions(equation, inputs))
-        if found.is_public:
-            number, constant = counted(equation, inputs), evaluated(equation, inputs)
-            return found._replace(number=number, constant=constant, refs=())
-        refs = gathered(equation, inputs) if name == "gather" else None
-        refs = found.refs if refs is None else refs
-        return found._replace(refs=refs, even=frozenset(), indexes=index_of(equation, inputs))
+        reach = reached(inputs, "rows", context.line)
+        reach = reach._replace(is_drawn=reach.is_drawn or name in _DRAWS)
+        places = gathered(equation, inputs) if name == "gather" else None
+        if places is None:
+            places = rows.places_of(equation, variable, inputs)
+        value = evaluated(equation, inputs) if reach.kind is Kind.PUBLIC else None
+        turns = frozenset[Hashable]().union(*(fact.turns for fact in inputs))
+        return Fact(reach, places, turns, role_of(equation, inputs), value=value)
+
+    def _tokens(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[object]:
+        """The keys and counters that results are; notes what else reads a key."""
+        count, first = len(equation.outvars), inputs[0].token if inputs else None
+        if isinstance(first, Key) and first.number > 1 and equation.primitive.name == "unstack":
+            return [first.cut(i, i + 1) for i in range(count)]
+        token = streams.token_of(equation, inputs) if count else None
+        for fact in inputs[isinstance(token, Key) :]:
+            self.record.use("something else", fact, context.line)
+        return [token] * count
 
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
         """Results of a choice or a loop that a value controls."""
+        by = self._read(by, context.line)
         if by.is_public:
-            return [x._replace(is_random=x.is_random or by.is_random) for x in results]
+            return [fact._replace(turns=fact.turns | by.turns) for fact in results]
         found = "a private value decides which branch is taken, or how long a loop runs"
         advice = "Decide by public values, or in the loss, where each example decides for itself."
-        self.record.note(context, "side door", found, advice)
-        return [made_of([by, fact], "steered", context.line) for fact in results]
+        self.record.note(context, "side door", found, advice, is_proven(by))
+        lost = [self._read(fact, context.line) for fact in results]
+        return [Fact(reached([by, fact], "steered", context.line)) for fact in lost]
+
+    def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
+        """Follows a `shard_map`: what is private may be another value on each device."""
+        read = [self._read(fact, context.line) for fact in inputs]
+        parts = [Fact() if f.is_public else private("devices", context.line) for f in read]
+        for fact in read:
+            self.record.use("something else", fact, context.line)
+        found = self.program(spread.body, parts, context)
+        return [Fact(reached([self._read(fact)])) for fact in found]
+
+    def _read(self, fact: Fact, line: str = "") -> Fact:
+        """A value that something other than noise reads."""
+        is_secret = isinstance(fact.token, Stream) and fact.token.is_secret
+        return private("secret", line) if is_secret else fact
 
     # Loops.
 
     def sliced(self, context: Context, fact: Fact) -> Fact:
         """An entry along the first dimension, in a turn of a loop."""
-        path, length = context.loops[-1]
-        if fact.kind is Kind.SUM:
-            return made_of([fact], "loop", context.line)
-        first, *refs = fact.refs or (None,)
-        if first is not None and first.dim == 0:
-            refs = [ref and ref._replace(loops=(*ref.loops, path)) for ref in refs]
+        loop = context.loops[-1].path
+        if fact.sum is not None:
+            return Fact(reached([fact], "loop", context.line))
+        fact = self._read(fact, context.line)
+        is_other = fact.is_public and fact.places[:1] != (EVEN,)
         return fact._replace(
-            constant=None,
-            number=fact.number and fact.number.turned(path, length),
-            key=fact.key and fact.key.each(lambda one: one.turned(path, length)),
-            even=frozenset(dim - 1 for dim in fact.even if dim),
-            refs=tuple(refs),
+            places=rows.sliced(fact.places, loop),
+            turns=fact.turns | ({loop} if is_other else set()),
+            token=streams.in_turn(fact.token),
+            value=None,
         )
 
     def stacked(self, context: Context, fact: Fact) -> Fact:
         """The stacked results of all turns."""
-        return made_of([fact], "loop", context.line)._replace(key=fact.key and Key(None))
+        loop = context.loops[-1].path
+        if fact.sum is not None and fact.sum.over == loop and not fact.sum.is_stacked:
+            return fact._replace(sum=fact.sum._replace(is_stacked=True))
+        fact = self._read(fact, context.line)
+        self.record.use("something else", fact, context.line)
+        return Fact(reached([fact], "loop", context.line), turns=fact.turns - {loop})
 
     def loop(self, context: Context, body: ClosedJaxpr, parts: Sequence[list[Fact]]) -> list[Fact]:
         """Follows a loop until the facts about its carry settle, and once more.
 
-        Counters begin as symbols: what one turn does with a symbol, all turns do with it.
+        Running totals and streams begin as symbols: what one turn does, all turns do.
         """
         consts, carry, slices = parts
         size, before = len(carry), context._replace(is_final=False)
         inner = [self.sliced(context, fact) for fact in slices]
-        names = [("carry", context.path, i) for i in range(size)]
 
         def turn(entry: list[Fact]) -> list[Fact]:
             return self.program(body, [*consts, *entry, *inner], before)[:size]
 
-        symbols = map(_symbol, carry, names, [context.line] * size)
-        entry = settled(turn, [*symbols], lambda a, b: a if a == b else _widened(a, b, context))
-        loops = [context.loops[-1]] * size
-        found = [*map(_in_all_turns, carry, entry, turn(entry), names, loops)]
-        starts = [start for start, _ in found]
-        results = self.program(body, [*consts, *starts, *inner], context)
-        return [*(end for _, end in found), *(self.stacked(context, x) for x in results[size:])]
+        symbols = [_symbol(fact, i, context) for i, fact in enumerate(carry)]
+        entry = settled(turn, symbols, lambda start, end: _widened(start, end, context))
+        whole = zip(carry, entry, turn(entry), strict=True)
+        after = [self._after(context, *facts) for facts in whole]
+        turns = frozenset[Hashable]({context.loops[-1].path})
+        entry = [fact._replace(turns=fact.turns | turns) for fact in entry]
+        results = self.program(body, [*consts, *entry, *inner], context)
+        return [*after, *(self.stacked(context, fact) for fact in results[size:])]
 
-    # Devices: a public value is the same on all of them, and a value that may differ is private.
-
-    def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
-        """Follows a `shard_map`: each device has its part, or all, of each operand."""
-        parts = map(_part, inputs, spread.in_specs, [context.line] * len(inputs))
-        results = zip(self.program(spread.body, [*parts], context), spread.out_specs, strict=True)
-        return [
-            made_of([fact], "devices", context.line)._replace(key=fact.key and Key(None))
-            if any(spec) or fact.over
-            else fact
-            for fact, spec in results
-        ]
-
-    def _exchanged(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
-        """Values that devices exchange: parts of one sum, or values that are the same on all."""
-        name, params = equation.primitive.name, equation.params
-        is_whole = params.get("axis_index_groups") is None
-        axes = frozenset(params.get("axes", ()))
-
-        def of(fact: Fact) -> Fact:
-            if fact.is_public and not fact.key and is_whole and name in _ALIKE_ON_DEVICES:
-                return made_of([fact])
-            if fact.kind is Kind.SUM and is_whole and name in SUMS_OF_DEVICES and fact.over == axes:
-                return fact._replace(over=frozenset[str]())
-            return _differs(fact, context.line)
-
-        return [*map(of, inputs)] or [of(made_of([]))] * len(equation.outvars)
+    def _after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
+        """What a loop carries, after its last turn."""
+        loop, outer = context.loops[-1], context._replace(loops=context.loops[:-1])
+        if isinstance(first.token, Stream):
+            token = streams.after_loop(first.token, end.token, loop, outer)
+            if token is None:
+                return private("secret", context.line)
+            if token != first.token:
+                self.record.streams.use(outer, first.token)
+            return Fact(token=token)
+        if end.role[:1] == ("added",) and end.sum is not None:
+            return Fact(Reach(Kind.SUM), sum=end.sum._replace(over=None))
+        if isinstance(start.token, Counter) and isinstance(end.token, Counter):
+            return start._replace(token=end.token, role=())
+        return start._replace(role=())
 
 
-def _part(fact: Fact, spec: Any, line: str) -> Fact:
-    """A device's part of a value: all of it, some rows, or unknown."""
-    if not any(spec):
-        return fact
-    first, *others = spec
-    ref = next(iter(fact.refs), None)
-    if fact.kind is Kind.PRIVATE and ref is not None and not any(others):
-        axes = frozenset(first if isinstance(first, tuple) else (first,))
-        return fact._replace(refs=(ref._replace(axes=ref.axes | axes),))
-    return _differs(fact, line)
-
-
-def _differs(fact: Fact, line: str) -> Fact:
-    """A value that may differ between devices."""
-    reason, where, key = fact.reason or "devices", fact.where or line, fact.key and Key(None)
-    return made_of([fact])._replace(kind=Kind.PRIVATE, reason=reason, where=where, key=key)
-
-
-# The carry of a loop.
-
-
-def _symbol(fact: Fact, name: Hashable, line: str) -> Fact:
-    """The fact about a carry at the beginning of a turn, if it may change."""
-    return (fact if fact.past else made_of([fact], "loop", line))._replace(
-        number=Number(name) if fact.number and fact.number.is_one else None,
-        key=fact.key and Key(name if fact.key.is_one else None, is_words=fact.key.is_words),
+def _is_of_devices(equation: JaxprEqn) -> bool:
+    """Whether its result is another one on each device, or what devices exchange."""
+    return not {"axis_name", "axes"}.isdisjoint(equation.params) and (
+        "axis_name" in equation.params or any(isinstance(a, str) for a in equation.params["axes"])
     )
 
 
+def _total(equation: JaxprEqn, inputs: list[Fact]) -> Fact | None:
+    """The running total of microbatches: what a loop carries, plus a clipped sum of its turn."""
+    if equation.primitive.name not in ADDITIONS:
+        return None
+    for one, other in (inputs, inputs[::-1]):
+        if one.role[:1] not in (("total",), ("added",)) or other.sum is None or other.role:
+            continue
+        is_beside = len({shape_of(variable) for variable in equation.invars}) == 1
+        if is_beside and other.sum.over == one.role[1] and not other.sum.is_stacked:
+            sums = [other.sum, *([] if one.sum is None else [one.sum])]
+            is_exact = other.sum.is_exact and one.sum is None
+            total = other.sum._replace(rows=added(sums), is_exact=is_exact)
+            return Fact(Reach(Kind.SUM), role=("added", *one.role[1:]), sum=total)
+    return None
+
+
+def _symbol(fact: Fact, i: int, context: Context) -> Fact:
+    """The fact about what a loop carries at the beginning of a turn, if it may change."""
+    loop = context.loops[-1].path
+    if isinstance(fact.token, Stream):
+        inside = streams.loops_of(context)
+        return Fact(token=fact.token._replace(at=("turn", loop), loops=inside))
+    role = ("total", loop, i) if fact.is_public else ()
+    reach = reached([fact], "loop", context.line)
+    return Fact(reach, fact.places, fact.turns, role, token=fact.token)
+
+
 def _widened(start: Fact, end: Fact, context: Context) -> Fact:
-    """The fact at the beginning of a turn, given that at its end: numbers grow, keys stay."""
-    if start.is_public and end.past:  # before step 0 nothing is kept
-        return end
-    number, key = start.number, start.key if start.key == end.key else Key(None)
-    if number is None or end.number is None or end.number != number.plus(end.number.offset):
-        number = None
-    return made_of([start, end], "loop", context.line)._replace(number=number, key=key)
-
-
-def _in_all_turns(
-    fact: Fact, start: Fact, end: Fact, name: Hashable, loop: Loop
-) -> tuple[Fact, Fact]:
-    """The facts about a carry at the beginning of a turn, and at the end of the loop."""
-    if start.key is not None and start.key.root == name:
-        start = start._replace(key=fact.key)
-    if start.number is None or end.number is None or fact.number is None:
-        return start, start
-    path, length, stride = loop.path, loop.length, end.number.offset
-    along = (*fact.number.along, *([Along(path, stride, length)] if stride else []))
-    first = start._replace(number=fact.number._replace(along=along))
-    last = start._replace(number=fact.number.plus(stride * (length or 0)))
-    return first, last if length else first  # also if there is no turn
+    """The fact at the beginning of a turn, given that at its end."""
+    if isinstance(start.token, Stream) or (start.role and end.role == start.role):
+        return start
+    if start.role and end.role == ("added", *start.role[1:]):
+        return Fact(private("loop", context.line).reach, role=start.role)
+    token = start.token if start.token == end.token else None
+    if isinstance(start.token, Counter) and isinstance(end.token, Counter):
+        is_up = end.token.root == start.token.root and end.token.plus >= start.token.plus
+        token = start.token if is_up else None
+    found = either([fact._replace(role=(), token=token) for fact in (start, end)])
+    if end.sum is not None:
+        found = found._replace(reach=reached([end], "loop", context.line))
+    return found._replace(role=start.role if found.is_public else ())

@@ -15,8 +15,8 @@ class Finding(NamedTuple):
     """Something that breaks a rule, or may break it.
 
     Attributes:
-        rule: `"release"`, `"noise"`, `"side door"`, `"fresh noise"`, `"examples apart"` or
-            `"padding"`.
+        rule: `"release"`, `"noise"`, `"side door"`, `"fresh noise"`, `"examples apart"`,
+            `"padding"` or `"sampling"`.
         found: what the program does.
         where: the source line.
         advice: what to do.

@@ -1,18 +1,19 @@
-"""Dimensions: the entries of an equation's operands that an entry of its results depends on.
+"""Rows: the entries of an equation's operands that an entry of its results depends on.
 
 All facts about dimensions follow from one table, `layout`. A primitive that is not in it has none.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
-from .facts import Fact, Ref
+from .facts import EVEN, Fact, Place, Row, met
 from .flow import shape_of
+
+# Layouts.
 
 ALL = -1
 """Along a dimension of the result: each entry is the same function of the whole operand."""
@@ -21,24 +22,37 @@ From: TypeAlias = int | None
 """Where a dimension of a result comes from: entry i from entry i of the operand's dimension with
 this number, or `ALL`; None: nothing is known."""
 
-Layout: TypeAlias = list[tuple[From, ...]]
+Layout: TypeAlias = Sequence[Sequence[From]]
 """For each operand: for each dimension of the result, where it comes from."""
 
 _Shape: TypeAlias = tuple[int, ...]
-_ENTRIES = ENTRY_BY_ENTRY | UNCHANGED | named("bitcast_convert_type nextafter xor real imag")
+_ENTRIES = (
+    ENTRY_BY_ENTRY
+    | UNCHANGED
+    | named(
+        """nextafter xor real imag complex conj shift_left shift_right_logical clz
+    shift_right_arithmetic population_count"""
+    )
+)
 _REDUCED = named("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
+_ALONG_AXIS = named("cumsum cumprod cummax cummin cumlogsumexp")
+_OF_MATRICES = named("cholesky lu qr eigh svd triangular_solve")
+_WINDOWS = named("reduce_window_sum reduce_window_max reduce_window_min")
 
 
-def layout(equation: JaxprEqn) -> Layout | None:
-    """Where the dimensions of an equation's results come from; None if that is not known."""
-    name = equation.primitive.name
-    shapes, shape = [shape_of(v) for v in equation.invars], shape_of(equation.outvars[0])
+def layout(equation: JaxprEqn, shape: _Shape) -> Layout | None:
+    """Where the dimensions of an equation's result come from; None if that is not known."""
+    name, shapes = equation.primitive.name, [shape_of(v) for v in equation.invars]
     all_alike = (ALL,) * len(shape)
     if name in _ENTRIES:
         if any(len(one) not in (0, len(shape)) for one in shapes):
             return None
-        same = tuple(range(len(shape)))
-        return [same if len(one) == len(shape) else all_alike for one in shapes]
+        return [
+            [d if n == m else ALL for d, (n, m) in enumerate(zip(one, shape, strict=True))]
+            if one
+            else all_alike
+            for one in shapes
+        ]
     rule = _RULES.get(name)
     if rule is None:
         return None
@@ -50,27 +64,53 @@ def _broadcast(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     found: list[From] = [ALL] * len(shape)
     for dim, to in enumerate(params["broadcast_dimensions"]):
         found[to] = dim if shapes[0][dim] == shape[to] else ALL
-    return [tuple(found)]
-
-
-def _reshape(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    """Dimensions of equal length, with equally many entries before them, are the same."""
-    before = {(math.prod(shapes[0][:d]), n): d for d, n in enumerate(shapes[0]) if n > 1}
-    found = (ALL if n == 1 else before.get((math.prod(shape[:d]), n)) for d, n in enumerate(shape))
-    return [(None,) * len(shape) if params.get("dimensions") is not None else tuple(found)]
+    return [found]
 
 
 def _left_out(dims: Any, shapes: list[_Shape]) -> Layout:
-    return [tuple(d for d in range(len(shapes[0])) if d not in dims)]
+    return [[d for d in range(len(shapes[0])) if d not in dims]]
 
 
 def _cut(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     lengths = enumerate(zip(shapes[0], shape, strict=True))
-    return [tuple(d if n == m else None for d, (n, m) in lengths)]
+    return [[d if n == m else None for d, (n, m) in lengths]]
+
+
+def _update(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    return [range(len(shape)), *_cut(params, [shape], shapes[1])]
 
 
 def _but(over: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    return [tuple(None if d in over else d for d in range(len(shape)))] * len(shapes)
+    return [[None if d in over else d for d in range(len(shape))]] * len(shapes)
+
+
+def _stack(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    axis, dims = params["axis"], range(len(shape))
+    return [[None if d == axis else d - (d > axis) for d in dims]] * len(shapes)
+
+
+def _product(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    """Batch dimensions come first, then those of the left side, then those of the right."""
+    contracted, batch = params["dimension_numbers"]
+    free = [
+        [d for d in range(len(shapes[i])) if d not in (*contracted[i], *batch[i])] for i in (0, 1)
+    ]
+    left, right = [ALL] * len(free[0]), [ALL] * len(free[1])
+    return [[*batch[0], *free[0], *right], [*batch[1], *left, *free[1]]]
+
+
+def _convolution(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    numbers, is_plain = params["dimension_numbers"], params["batch_group_count"] == 1
+    of_image: list[From] = [None] * len(shape)
+    of_kernel: list[From] = [None] * len(shape)
+    if is_plain:
+        of_image[numbers.out_spec[0]], of_kernel[numbers.out_spec[0]] = numbers.lhs_spec[0], ALL
+    return [of_image, of_kernel]
+
+
+def _window(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    sizes = zip(params["window_dimensions"], shapes[0], shape, strict=True)
+    return [[d if size == 1 and n == m else None for d, (size, n, m) in enumerate(sizes)]]
 
 
 def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
@@ -87,99 +127,131 @@ def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
         if dim in numbers.start_indices_batching_dims:
             at = numbers.start_indices_batching_dims.index(dim)
             found[to] = numbers.operand_batching_dims[at]
-    return [tuple(found), tuple(of_index)]
+    return [found, of_index]
 
 
-_RULES: dict[str, Callable[[Any, list[_Shape], _Shape], Layout]] = {
+def _scatter(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    """Dimensions that the updates cover as a whole, and nobody indexes."""
+    numbers = params["dimension_numbers"]
+    of_operand: list[From] = [None] * len(shape)
+    of_updates: list[From] = [None] * len(shape)
+    dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    windows = [d for d in range(len(shape)) if d not in dropped]
+    for own, dim in zip(numbers.update_window_dims, windows, strict=True):
+        is_whole = dim not in numbers.scatter_dims_to_operand_dims
+        if is_whole and shapes[2][own] == shape[dim]:
+            of_operand[dim], of_updates[dim] = dim, own
+    return [of_operand, (ALL,) * len(shape), of_updates]
+
+
+_Rule: TypeAlias = Callable[[Any, list[_Shape], _Shape], Layout]
+_RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
     "slice": _cut,
     "dynamic_slice": _cut,
+    "tile": _cut,
+    "dynamic_update_slice": _update,
     "gather": _gather,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "stack": _stack,
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
     "iota": lambda params, shapes, shape: [],
-    "transpose": lambda params, shapes, shape: [tuple(params["permutation"])],
+    "transpose": lambda params, shapes, shape: [params["permutation"]],
     "squeeze": lambda params, shapes, shape: _left_out(params["dimensions"], shapes),
     "unstack": lambda params, shapes, shape: _left_out([params["axis"]], shapes),
     "rev": lambda params, shapes, shape: _but(params["dimensions"], shapes, shape),
     "concatenate": lambda params, shapes, shape: _but([params["dimension"]], shapes, shape),
+    "split": lambda params, shapes, shape: _but([params["axis"]], shapes, shape),
+    "sort": lambda params, shapes, shape: _but([params["dimension"]], shapes, shape),
+    "top_k": lambda params, shapes, shape: _but([len(shape) - 1], shapes, shape),
+    "fft": lambda params, shapes, shape: _but(
+        range(len(shape) - len(params["fft_lengths"]), len(shape)), shapes, shape
+    ),
+    "pad": lambda params, shapes, shape: _but(
+        [d for d, edges in enumerate(params["padding_config"]) if any(edges)], shapes[:1], shape
+    ),
+    **dict.fromkeys(
+        _ALONG_AXIS, lambda params, shapes, shape: _but([params["axis"]], shapes, shape)
+    ),
+    **dict.fromkeys(_WINDOWS, _window),
     **dict.fromkeys(_REDUCED, lambda params, shapes, shape: _left_out(params["axes"], shapes)),
 }
 
 
-def dimensions(equation: JaxprEqn, inputs: list[Fact]) -> dict[str, Any]:
-    """The facts about the dimensions of a result: fields of its fact."""
-    found = layout(equation)
+def places_of(equation: JaxprEqn, variable: Any, inputs: Sequence[Fact]) -> tuple[Place, ...]:
+    """What entries of a result depend on."""
+    name, shape = equation.primitive.name, shape_of(variable)
+    if name == "reshape":
+        return _reshaped(inputs[0], shape_of(equation.invars[0]), shape)
+    found = layout(equation, shape)
     if found is None:
-        return {}
-    own = equation.params["dimension"] if equation.primitive.name == "iota" else None
-    count = len(shape_of(equation.outvars[0]))
-    places = [
-        [_place(fact, one[dim]) for fact, one in zip(inputs, found, strict=True)]
-        for dim in range(count)
-    ]
-    even = (d for d in range(count) if d != own and all(one is _EVEN for one in places[d]))
-    return {"even": frozenset(even), "refs": tuple(map(_ref, places))}
+        return (None,) * len(shape)
+    own = equation.params["dimension"] if name == "iota" else None
+    return tuple(
+        None
+        if dim == own
+        else met(_place(fact, of[dim]) for fact, of in zip(inputs, found, strict=True))
+        for dim in range(len(shape))
+    )
 
 
-_EVEN = "even"
+def _place(fact: Fact, at: From) -> Place:
+    """What an operand brings to entries along a dimension of the result."""
+    if at == ALL:
+        return EVEN if fact.is_public else None
+    return None if at is None else dict(enumerate(fact.places)).get(at)
 
 
-def _place(fact: Fact, place: From) -> Any:
-    """What an entry of a result depends on: a row, the same as all others, or unknown (None)."""
-    if fact.is_public:
-        return _EVEN if place == ALL or place in fact.even else None
-    return None if place in (ALL, None) else dict(enumerate(fact.refs)).get(place)
+def _reshaped(fact: Fact, before: _Shape, after: _Shape) -> tuple[Place, ...]:
+    """Dimensions of equal length, with equally many entries before them, are the same.
 
-
-def _ref(places: list[Any]) -> Ref | None:
-    """The dimension whose entry i an entry i depends on."""
-    refs = {place for place in places if place is not _EVEN}
-    return refs.pop() if len(refs) == 1 else None
-
-
-# Rows taken at indices that are arguments.
-
-
-def index_of(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Any, ...]:
-    """How integers of private arguments can serve as indices: unchanged, or from the end.
-
-    `x[index]` looks up `where(index < 0, index + len(x), index)`.
+    Rows may be divided in two dimensions, and put together again.
     """
-    name, first = equation.primitive.name, inputs[0] if inputs else Fact()
-    number = inputs[1].number if len(inputs) > 1 else None
-    by = number.offset if number is not None and number.is_constant else None
-    match name, first.indexes:
-        case "lt", ("as it is", who) if by == 0:
-            return "is negative", who
-        case "add", ("as it is", who) if by is not None:
-            return "from behind", who, by
-        case "select_n", ("is negative", who):
-            plain, behind = (fact.indexes for fact in inputs[1:])
-            is_so = plain == ("as it is", who) and behind[:2] == ("from behind", who)
-            return ("wrapped", who, behind[2]) if is_so else ()
-        case (("broadcast_in_dim" | "reshape" | "squeeze" | "copy"), _):
-            return first.indexes
-        case "convert_element_type", _ if equation.params["new_dtype"] in (jnp.int32, jnp.int64):
-            return first.indexes
-        case _:
-            return ()
+    places = fact.places
+    if fact.is_public and places == (EVEN,) * len(before):
+        return (EVEN,) * len(after)
+    # By the number of entries before a dimension, and its length.
+    known = {
+        (math.prod(before[:d]), n): place
+        for d, (n, place) in enumerate(zip(before, places, strict=False))
+    }
+    known = {at: place for at, place in known.items() if at[1] > 1}
+    for (start, n), place in [*known.items()]:
+        for m in {*after} if isinstance(place, Row) and not place.part else ():
+            parts = (m, n // max(1, m))
+            if (
+                1 < m < n
+                and n % m == 0
+                and (start, m) not in known
+                and (start * m, n // m) not in known
+            ):
+                known[start, m], known[start * m, n // m] = (
+                    place._replace(part=(*parts, i)) for i in (0, 1)
+                )
+        if isinstance(place, Row) and place.part[2:] == (0,):
+            other = known.get((start * n, place.part[1]))
+            if other == place._replace(part=(*place.part[:2], 1)):
+                known[start, n * place.part[1]] = place._replace(part=())
+    return tuple(
+        EVEN if fact.is_public and n == 1 else known.get((math.prod(after[:d]), n))
+        for d, n in enumerate(after)
+    )
 
 
-def gathered(equation: JaxprEqn, inputs: list[Fact]) -> tuple[Ref | None, ...] | None:
-    """Rows at private indices: a row belongs to the example of its index. Indices do not repeat.
+def sliced(places: Sequence[Place], loop: Hashable) -> tuple[Place, ...]:
+    """What an entry along the first dimension depends on, in a turn of a loop."""
+    first, *others = places or (None,)
 
-    The numbers of indices and rows differ: otherwise entry i of the indices would belong to row i.
-    """
-    values, index = inputs[0], inputs[1]
-    numbers, shape = equation.params["dimension_numbers"], shape_of(equation.outvars[0])
-    rows = shape_of(equation.invars[0])[0] if shape_of(equation.invars[0]) else 0
-    is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
-    is_known = index.indexes[:1] == ("as it is",)
-    is_known |= index.indexes[:1] == ("wrapped",) and index.indexes[2] == rows
-    is_whole = values.refs[:1] == (Ref(rows, 0),) and Ref(rows, 0) not in index.refs
-    if not (is_row and is_known and is_whole and not numbers.operand_batching_dims):
-        return None
-    refs: list[Ref | None] = [None] * len(shape)
-    for dim, to in enumerate(d for d in range(len(shape)) if d not in numbers.offset_dims):
-        refs[to] = index.refs[dim]
-    return tuple(refs)
+    def turned(place: Place) -> Place:
+        if not isinstance(place, Row) or not isinstance(first, Row):
+            return place
+        is_stack = not first.part and (first.dim, place.dim, place.turns) == (0, 1, ())
+        is_part = bool(first.part) and place.part != first.part
+        is_part = is_part and place._replace(part=()) == first._replace(part=())
+        is_part = is_part and place.part[:2] == first.part[:2]
+        is_other = first.length == place.length and (is_stack or is_part)
+        return place._replace(turns=(*place.turns, loop)) if is_other else None
+
+    return tuple(map(turned, others))

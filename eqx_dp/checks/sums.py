@@ -1,4 +1,4 @@
-"""Linear functions of clipped sums, and their sensitivity to one example."""
+"""Clipped sums: linear functions of them, and how far one example moves a release."""
 
 import math
 from collections import defaultdict
@@ -11,11 +11,85 @@ from jax.extend.core import JaxprEqn
 
 from ..privacy import Banded
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
-from .facts import Fact, Kind, Row, Term, made_of, value_of
+from .facts import Fact, Kind, Sum, Term, Terms, reached, value_of
 from .flow import Context, dtype_of, size_of
 
 _PLAIN = UNCHANGED | {"convert_element_type", "neg"}
-_MOVED = named("reshape transpose squeeze rev slice")
+_MOVED = named("reshape transpose squeeze rev slice split unstack")
+ADDITIONS = named("add add_any")
+
+
+def linear(context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:
+    """The fact about the result of an equation on clipped sums and public values."""
+    found = _linear(equation, inputs)
+    turns = frozenset[Any]().union(*(fact.turns for fact in inputs))
+    if isinstance(found, str):
+        return Fact(reached(inputs, found, context.line), turns=turns)
+    reach = reached(inputs)._replace(kind=Kind.SUM, reason="", where="")
+    return Fact(reach, turns=turns, sum=found)
+
+
+def _linear(equation: JaxprEqn, inputs: list[Fact]) -> Sum | str:
+    """The sum, or the reason why its bound is not known."""
+    name = equation.primitive.name
+    sums = [fact.sum for fact in inputs if fact.sum is not None]
+    one = sums[0]
+    if len({(found.over, found.is_stacked) for found in sums}) > 1:
+        return "loop"
+    if one.is_stacked:
+        is_summed = name == "reduce_sum" and tuple(equation.params["axes"]) == (0,)
+        return one._replace(is_stacked=False, over=None) if is_summed else "loop"
+    size, sizes = size_of(equation.outvars[0]), [size_of(v) for v in equation.invars]
+    is_beside = all(fact.is_public or n == size for fact, n in zip(inputs, sizes, strict=True))
+    is_exact = all(found.is_exact for found in sums)
+    rows = tuple(row for found in sums for row in found.rows)
+    if name in _PLAIN:
+        before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
+        is_wide = before == after or jnp.promote_types(before, after) == after
+        return one._replace(is_exact=is_exact and name != "neg") if is_wide else "rounded"
+    if name in _MOVED:
+        return one._replace(is_exact=is_exact and name not in ("slice", "split", "unstack"))
+    if name == "concatenate" or (name == "pad" and inputs[1].is_public):
+        return one._replace(rows=rows, is_exact=is_exact)
+    if name == "broadcast_in_dim":
+        ratio = size / max(1, sizes[0])
+        return one.scaled(math.sqrt(ratio), ratio == 1)
+    if name in (*ADDITIONS, "sub") and is_beside:
+        is_exact &= len(sums) == 1 or (len(rows) == 2 and name != "sub")
+        return one._replace(rows=added(sums), is_exact=is_exact)
+    if name in ("mul", "div") and len(sums) == 1 and is_beside:
+        factor = _factor(inputs, name)
+        if factor is not None:
+            return one.scaled(*factor)
+        return "nonlinear" if name == "div" and inputs[0].sum is None else "factor"
+    is_nonlinear = name in ENTRY_BY_ENTRY - {"select_n"} and is_beside
+    return "nonlinear" if is_nonlinear else "linear"
+
+
+def _factor(inputs: list[Fact], name: str) -> tuple[float, bool] | None:
+    """The largest factor of a sum, and whether all its entries have it."""
+    other = inputs[0 if inputs[1].sum is not None else 1]
+    value = value_of(other)
+    if value is None or not np.size(value) or (name == "div" and other is inputs[0]):
+        return None
+    with np.errstate(divide="ignore"):
+        values = np.asarray(value).astype(np.float64) ** (-1 if name == "div" else 1)
+    most = float(np.abs(values).max())
+    return (most, bool(values.min() == most)) if math.isfinite(most) else None
+
+
+def added(found: Sequence[Sum]) -> tuple[Terms, ...]:
+    """A bound on the sum of several: for each leaf, the bound on all rows together."""
+    if len(found) == 1:
+        return found[0].rows
+    gains = defaultdict[Any, float](float)
+    for one in found:
+        squares = defaultdict[Any, float](float)
+        for term in (term for row in one.rows for term in row):
+            squares[term.leaf] += term.gain**2
+        for leaf, square in squares.items():
+            gains[leaf] += math.sqrt(square)
+    return (frozenset(Term(leaf, gain) for leaf, gain in gains.items()),)
 
 
 class Source(NamedTuple):
@@ -23,11 +97,17 @@ class Source(NamedTuple):
 
     Attributes:
         bound: the largest L2 norm by which one example moves it.
-        loops: those in whose turns it is of other batches.
+        batches: the loops in whose turns it is of other batches.
+        rows: which private arguments it is of, by their length.
+        unit: of what the clip norm is: `dp.Users`, or None for single rows.
+        line: the source line.
     """
 
     bound: float
-    loops: frozenset[Hashable]
+    batches: frozenset[Hashable]
+    rows: int
+    unit: Any
+    line: str
 
 
 class Release(NamedTuple):
@@ -38,90 +118,18 @@ class Release(NamedTuple):
         stddev: of the noise; of correlated noise, what a step adds to that of steps before.
         correlation: how noise depends on that of steps before.
         is_exact: whether the bounds of the rows are reached.
-        loops: in whose turns it is of other batches.
+        batches: in whose turns it is of other batches.
         context: where.
         is_certified: whether the noise is the one that is proven.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[Terms, ...]
     stddev: float
     correlation: Banded
     is_exact: bool
-    loops: frozenset[Hashable]
+    batches: frozenset[Hashable]
     context: Context
     is_certified: bool
-
-
-def linear(context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:
-    """The result of an equation on clipped sums and public values."""
-    name, first = equation.primitive.name, inputs[0]
-    found = made_of(inputs, "linear", context.line)
-    sums = [fact for fact in inputs if fact.kind is Kind.SUM]
-    if len({fact.over for fact in sums}) > 1:
-        return found._replace(reason="devices")
-    size, sizes = size_of(equation.outvars[0]), [size_of(v) for v in equation.invars]
-    is_beside = all(fact.is_public or n == size for fact, n in zip(inputs, sizes, strict=True))
-    is_random, is_exact = any(fact.is_random for fact in sums), all(fact.is_exact for fact in sums)
-    rows = tuple(row for fact in inputs for row in fact.rows)
-    if name in _PLAIN:
-        before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
-        if before != after and jnp.promote_types(before, after) != after:
-            return found._replace(reason="rounded")
-        is_exact = is_exact and name != "neg"
-    elif name in _MOVED or name == "concatenate" or (name == "pad" and inputs[1].is_public):
-        is_exact = is_exact and name != "slice"
-    elif name == "broadcast_in_dim":
-        ratio = size / max(1, sizes[0])
-        rows, is_exact = scaled(rows, math.sqrt(ratio)), is_exact and ratio == 1
-    elif name in ("add", "add_any", "sub") and is_beside:
-        is_random = any(fact.is_random for fact in inputs)
-        is_exact = is_exact and (len(sums) == 1 or (len(rows) == 2 and name != "sub"))
-        rows = added([fact.rows for fact in sums])
-    elif name in ("mul", "div") and len(sums) == 1 and is_beside:
-        factor = _factor(inputs, name)
-        if factor is None:
-            is_nonlinear = name == "div" and first.kind is not Kind.SUM
-            return found._replace(reason="nonlinear" if is_nonlinear else "factor")
-        rows, is_exact = scaled(rows, factor[0]), is_exact and factor[1]
-    else:
-        is_nonlinear = name in ENTRY_BY_ENTRY - {"select_n"} and is_beside
-        return found._replace(reason="nonlinear" if is_nonlinear else "linear")
-    of_sum = {"rows": rows, "over": sums[0].over, "is_exact": is_exact, "is_random": is_random}
-    return found._replace(kind=Kind.SUM, reason="", where="", **of_sum)
-
-
-def scaled(rows: tuple[Row, ...], factor: float) -> tuple[Row, ...]:
-    """Rows after a linear function whose norm is at most `factor`."""
-    return tuple(frozenset(Term(term.leaf, term.gain * factor) for term in row) for row in rows)
-
-
-def added(found: Sequence[tuple[Row, ...]]) -> tuple[Row, ...]:
-    """A bound on the sum of several: for each leaf, the bound on all rows together."""
-    if len(found) == 1:
-        return found[0]
-    gains = defaultdict[Any, float](float)
-    for rows in found:
-        squares = defaultdict[Any, float](float)
-        for term in (term for row in rows for term in row):
-            squares[term.leaf] += term.gain**2
-        for leaf, square in squares.items():
-            gains[leaf] += math.sqrt(square)
-    return (frozenset(Term(leaf, gain) for leaf, gain in gains.items()),)
-
-
-def _factor(inputs: list[Fact], name: str) -> tuple[float, bool] | None:
-    """The largest factor of a sum, and whether all its entries have it."""
-    other = inputs[0 if inputs[1].kind is Kind.SUM else 1]
-    value = value_of(other)
-    if value is None or not np.size(value) or (name == "div" and other is inputs[0]):
-        return None
-    with np.errstate(divide="ignore"):
-        values = np.asarray(value).astype(np.float64) ** (-1 if name == "div" else 1)
-    most = float(np.abs(values).max())
-    return (most, bool(values.min() == most)) if math.isfinite(most) else None
-
-
-# The sensitivity of releases.
 
 
 def noise_multiplier(releases: Sequence[Release], sources: Mapping[Any, Source]) -> float:
@@ -162,7 +170,7 @@ def turns(release: Release) -> tuple[int, float]:
     """How often a release is made: on other batches, and on the same one again."""
     others, again = 1, 1.0
     for loop in release.context.loops:
-        if loop.path in release.loops:
+        if loop.path in release.batches:
             others *= loop.length or 0
         else:
             again *= loop.length or math.inf

@@ -2,17 +2,19 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..paths import matches
 from ..privacy import SENSITIVITY_OF_UNIT_NORM, Banded, NeighboringRelation, PrivacyPlan
 from ..shown import some
+from .arguments import Argument
+from .engine import KEY_OF_LOSS
 from .facts import Fact, Kind
-from .keys import CALLS, Calls, Use, is_new, parted
-from .marked import DECIDED, REASONS, Record
 from .privacy_report import Finding, PrivacyReport
 from .privacy_report import Release as Row
-from .sums import noise_multiplier, turns
+from .record import REASONS, Record, is_proven
+from .streams import Key, Stream, Use, is_another, parted
+from .sums import Release, noise_multiplier, turns
 
 
 class Result(NamedTuple):
@@ -21,16 +23,14 @@ class Result(NamedTuple):
     Attributes:
         name: its dotted path.
         fact: the fact about it.
-        returns: the arguments that it may be in the next call.
-        is_state: whether it may be part of a state.
+        returns: the argument that it is in the next call.
         is_disclosed: whether it is released without noise on purpose.
         is_kept: whether it stays in the state without noise on purpose.
     """
 
     name: str
     fact: Fact
-    returns: list[int]
-    is_state: bool
+    returns: int | None
     is_disclosed: bool
     is_kept: bool
 
@@ -40,41 +40,32 @@ class TracedStep(NamedTuple):
 
     Attributes:
         record: findings, sums, releases and keys.
-        arguments: names of its arrays.
-        same: of keys among them, the first argument that holds the same.
+        arguments: its arrays.
         results: its results.
-        reaches_model: whether unnamed values in the state reach the next call's model.
+        same: pairs of names: streams, and what holds the same key.
     """
 
     record: Record
-    arguments: list[str]
-    same: dict[Any, Any]
-    results: list[Result]
-    reaches_model: bool
-
-
-def names_it(pattern: str, name: str) -> bool:
-    """Whether a pattern describes a dotted path, or its end."""
-    return matches(pattern, name) or matches(f"**.{pattern}", name)
+    arguments: Sequence[Argument]
+    results: Sequence[Result]
+    same: Sequence[tuple[str, str]]
 
 
 def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
     """The report on a step, compared with a plan."""
-    record, notes = step.record, list[str]()
+    record, notes = step.record, [*step.record.assumed]
     multiplier, steps, released = _releases(step, plan)
     found = [*_leaving(step), *record.found, *_against_plan(record, plan, multiplier, steps)]
-    found += _fresh_noise(step, notes)
-    for line in record.unmasked:
-        if plan is not None and plan.sampling_prob < 1:
-            what = "the plan samples, and filter_clipped_grad is given no mask"
-            found.append(Finding("padding", what, line, _GIVE_MASK))
+    found += [*_streams(step), *_losses(step, notes), *_units(record, plan)]
+    for line, is_none in record.unmasked.items():
+        if plan is not None and has_padding(plan):
+            what = "the plan samples, and filter_clipped_grad is given no mask of the arguments"
+            found.append(Finding("padding", what, line, _GIVE_MASK, is_none))
         elif plan is None:
             notes.append(f"filter_clipped_grad is given no mask at {line}: no row may be padding")
     if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
         notes.append("there is more noise than the plan accounts for")
-    if not all(release.is_certified for release in record.releases.values()):
-        notes.append("the noise is not certified, so epsilon is not proven: plan.uncertified_delta")
-    if any(source.loops for source in record.sources.values()):
+    if any(source.batches for source in record.sources.values()):
         notes.append("arguments are read as stacks of batches, each of them a sample of its own")
     private = [result for result in step.results if not result.fact.is_public]
     return PrivacyReport(
@@ -82,7 +73,7 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
         tuple(dict.fromkeys(finding for finding in found if finding.is_decided)),
         tuple(dict.fromkeys(finding for finding in found if not finding.is_decided)),
         released,
-        tuple(r.name for r in private if r.is_kept and r.returns and not r.is_disclosed),
+        tuple(r.name for r in private if r.is_kept and not r.is_disclosed),
         tuple(result.name for result in private if result.is_disclosed),
         multiplier,
         steps,
@@ -93,8 +84,13 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
 _TOLERANCE = 1e-4
 _GIVE_MASK = (
     "Some slots of a sampled batch hold no example, and would count as one. Give the sampler's "
-    "mask: is_padding_example=mask."
+    "mask, is_padding_example=mask, and name it in private=."
 )
+
+
+def has_padding(plan: PrivacyPlan) -> bool:
+    """Whether batches of a plan have slots without an example."""
+    return plan.batches.sampling_prob < 1
 
 
 # Results.
@@ -104,8 +100,8 @@ _ADD_NOISE = (
     "plan.privatizer comes first in the optimizer's chain; without optax, dp.add_noise."
 )
 _BY_HAND = (
-    "The check knows the noise of dp.add_noise(grads, state, stddev) and of plan.privatizer alone: "
-    "use one of them in place of jax.random.normal."
+    "The check knows the noise of plan.privatizer and of noisy, state = dp.add_noise(grads, state, "
+    "stddev), and no other: use one of them in place of jax.random.normal."
 )
 _LEAVE_OUT = (
     "Leave it out of the results, also as a mean. If you release it without noise on purpose, "
@@ -117,12 +113,13 @@ _STAYS = "If nobody sees it, or anything computed from it, name its path in kept
 def _leaving(step: TracedStep) -> list[Finding]:
     """Results that are no releases, and are neither kept nor disclosed by name."""
     leaving = defaultdict[Finding, list[str]](list)
-    for name, fact, returns, is_state, is_disclosed, is_kept in step.results:
-        is_told = bool(step.record.found) and fact.reason in ("mixed", "noised")
-        is_secret = bool(returns) and (bool(fact.past) if fact.reason == "past" else is_kept)
-        if not (fact.is_public or is_disclosed or is_secret or is_told):
-            stays = bool(returns) and is_state and not step.reaches_model
-            leaving[_how(fact, stays)].append(name)
+    for result in step.results:
+        fact = result.fact
+        is_told = bool(step.record.found) and fact.reach.reason in ("mixed", "noised")
+        is_allowed = result.is_disclosed or (result.is_kept and result.returns is not None)
+        is_secret = fact.reach.reason == "secret"
+        if not fact.is_public and not is_told and (is_secret or not is_allowed):
+            leaving[_how(fact, result.returns is not None)].append(result.name)
     return [
         finding._replace(found=f"result{'s' * (len(names) > 1)} {some(names, 3)}: {finding.found}")
         for finding, names in leaving.items()
@@ -130,13 +127,14 @@ def _leaving(step: TracedStep) -> list[Finding]:
 
 
 def _how(fact: Fact, stays: bool) -> Finding:
-    where, is_sum = fact.where or "the results", fact.kind is Kind.SUM
-    if fact.is_random:
+    reach, is_sum = fact.reach, fact.reach.kind is Kind.SUM
+    where = reach.where or "the results"
+    if reach.is_drawn:
         how = "noise was drawn by hand, and the check cannot tell whether it is enough"
         return Finding("noise", how, where, _BY_HAND, is_decided=False)
-    how = "a clipped sum is in it, without noise" if is_sum else REASONS[fact.reason]
-    advice = _LEAVE_OUT if fact.reason in ("data", "rows", "past", "unknown") else _ADD_NOISE
-    is_decided = not stays and (is_sum or fact.reason in DECIDED)
+    how = "a clipped sum is in it, without noise" if is_sum else REASONS[reach.reason]
+    advice = _LEAVE_OUT if reach.reason in ("data", "rows", "secret", "unknown") else _ADD_NOISE
+    is_decided = not stays and is_proven(fact)
     if stays:
         how, advice = f"{how}, and it stays in the state", _STAYS + advice
     return Finding("release", how, where, advice, is_decided)
@@ -157,7 +155,7 @@ def _releases(step: TracedStep, plan: PrivacyPlan | None) -> tuple[float, int, t
         sensitivity = release.stddev / alone if alone else math.inf
         times, where = turns(release)[0], (release.context.line,)
         table.append(Row(sensitivity, release.stddev, alone, times, where))
-        lengths[release.loops] = max(times, lengths[release.loops])
+        lengths[release.batches] = max(times, lengths[release.batches])
     total = noise_multiplier(releases, sources) / moved
     return total, max(1, sum(lengths.values())), tuple(table)
 
@@ -166,12 +164,16 @@ def _against_plan(
     record: Record, plan: PrivacyPlan | None, multiplier: float, steps: int
 ) -> list[Finding]:
     releases, found = [*record.releases.values()], list[Finding]()
+    if plan is not None and not releases and not record.found and plan.noise_multiplier > 0:
+        lines = " and ".join(record.of_public) or "the step"
+        where = "; filter_clipped_grad gets no private argument" if record.of_public else ""
+        text = f"no clipped sum is released with noise{where}"
+        found.append(Finding("noise", text, lines, _NAME_DATA, is_decided=False))
     if plan is None or not releases or any(finding.rule == "noise" for finding in record.found):
-        return []
+        return found
     lines = " and ".join(dict.fromkeys(release.context.line for release in releases))
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
-        is_tight = all(one.is_exact and not one.context.is_branch for one in releases)
-        is_tight = is_tight and not record.is_noised_again
+        is_tight = _is_tight(record, releases)
         stddev = min(release.stddev for release in releases)
         sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
         least, most = ("", "") if is_tight else ("at least ", "at most ")
@@ -188,97 +190,113 @@ def _against_plan(
     if steps > plan.steps:
         text = f"a call takes {steps} steps, and the plan accounts for {plan.steps}"
         found.append(Finding("noise", text, lines, "Make a plan with as many steps."))
+    if not all(release.is_certified for release in releases):
+        text = "the noise is not certified, so epsilon is not proven (plan.uncertified_delta)"
+        found.append(Finding("noise", text, lines, _CERTIFY, is_decided=False))
     return found
 
 
+def _is_tight(record: Record, releases: Sequence[Release]) -> bool:
+    """Whether the noise multiplier is certainly no larger: one batch, and bounds that are met."""
+    is_exact = all(one.is_exact and not one.context.branches for one in releases)
+    batches = {source.rows for source in record.sources.values()}
+    return is_exact and len(batches) == 1 and not record.is_noised_again
+
+
+_NAME_DATA = "Name the arguments that hold the batch, and its mask, in private=."
+_CERTIFY = "Leave certified=False out, or take a policy whose noise dtype is float32 or wider."
 _MORE_NOISE = (
     "The standard deviation must be the plan's noise multiplier times this sensitivity, as "
     "plan.privatizer sets it; for k sums with noise each, sqrt(k) times as much."
 )
 
 
-# Keys.
+def _units(record: Record, plan: PrivacyPlan | None) -> list[Finding]:
+    """Whether the clip norm is one of the plan's unit."""
+    if plan is None:
+        return []
+    return [
+        Finding("release", _OTHER_UNIT, source.line, _USE_UNIT, is_decided=False)
+        for source in record.sources.values()
+        if source.unit != plan.unit
+    ]
 
 
-def _next_call(step: TracedStep) -> Calls:
-    """The keys and counters among the arguments of the next call."""
-    after = defaultdict[int, list[Fact]](list)
-    for result in step.results:
-        for i in result.returns:
-            after[i].append(result.fact)
-    given = frozenset(("argument", i) for i in range(len(step.arguments)) if i not in after)
-    calls = Calls({}, {}, given, step.same)
-    for i, facts in after.items():
-        root, number, key = ("argument", i), facts[0].number, facts[0].key
-        if any((fact.number, fact.key) != (number, key) for fact in facts):
+_OTHER_UNIT = "the plan's unit is another one than that whose gradients are clipped"
+_USE_UNIT = (
+    "With unit=dp.Users(...) in the plan, clip plan.unit.loss(loss) and pass plan.unit.take(...), "
+    "all rows of a user in one slot; without it, clip the loss of one row."
+)
+
+
+# Streams of noise.
+
+
+def _streams(step: TracedStep) -> list[Finding]:
+    """Whether each stream of noise goes out at its place, as its last draw left it."""
+    drawn, found = step.record.streams, list[Finding]()
+    for one, other in drawn.twice():
+        how = "in each turn of a loop" if one is other else f"at {other.line}, too"
+        text = f"one state of a stream gives this noise and that {how}"
+        found.append(Finding("fresh noise", text, one.line, _ONE_STATE))
+    used = {root: next(iter(uses)).line for (root, _), uses in drawn.drawn.items()}
+    for i, argument in enumerate(step.arguments):
+        if argument.stream is None or argument.stream[0] not in used:
             continue
-        if number is not None and number.root == root and not number.along:
-            calls.steps[root] = number.offset
-        if key is not None and key.root == root:
-            calls.paths[root] = key.path
-    return calls
-
-
-def _fresh_noise(step: TracedStep, notes: list[str]) -> list[Finding]:
-    """Whether each noise has its own key, and a different one in each turn and call."""
-    calls, found, uses = _next_call(step), list[Finding](), {**step.record.uses}
-    first = next(iter(uses.values()), None)
+        name, (root, part) = argument.names[-1], argument.stream
+        after = [result.fact for result in step.results if result.returns == i]
+        token = after[0].token if after else None
+        is_next = isinstance(token, Stream) and (token.root, token.part) == (root, part)
+        if not isinstance(token, Stream) or not is_next:
+            text = f"the stream of noise {name} does not go out at its place"
+            found.append(Finding("fresh noise", text, used[root], _RETURN, is_decided=False))
+        elif drawn.drawn.get((root, token.at)):
+            text = f"the stream of noise {name} goes out as it was before a draw: the next call has"
+            text += " the same noise"
+            found.append(Finding("fresh noise", text, used[root], _RETURN))
     for result in step.results:
-        is_carried = any(("argument", i) in calls.paths for i in result.returns)
-        if first and result.fact.key is not None and not is_carried:
-            context = first.context._replace(line="the results")
-            uses["result", result.name] = Use("returned", result.fact.key, context)
-    for path, use in uses.items():
-        if use.what not in ("noise", "slots"):
-            continue
-        for loop in (*(loop.path for loop in use.context.loops), CALLS):
-            if not (is_fresh := is_new(use.key, loop, calls)):
-                found.append(_stale(use, loop == CALLS, is_fresh is False))
-        for other, another in uses.items():
-            is_of_slots = use.what == "slots" and another.what in ("noise", "loss", "slots")
-            if other != path and not is_of_slots and not parted(use.key, another.key, calls):
-                found.append(_shared(use, another))
-        for root in (use.key.root, *(getattr(one, "root", None) for one in use.key.path)):
-            if isinstance(root, tuple) and root in calls.given:
-                name = step.arguments[root[1]]
-                notes.append(f"the caller gives {name}, and must not give it again in another call")
+        token = result.fact.token
+        if isinstance(token, Stream) and token.is_secret:
+            own = None if result.returns is None else step.arguments[result.returns].stream
+            if own != (token.root, token.part):
+                text = f"result {result.name}: {REASONS['secret']}"
+                found.append(Finding("release", text, "the results", _RETURN))
+    for one, other in step.same:
+        text = f"{one} and {other} hold the same key"
+        found.append(Finding("fresh noise", text, "the arguments", _ONE_KEY))
+    return list(dict.fromkeys(found))
+
+
+_ONE_STATE = "Pass each state to one draw alone: noisy, state = dp.add_noise(grads, state, stddev)."
+_RETURN = "Return the state of the last draw at the place where it came in, and nowhere else."
+_ONE_KEY = "Begin each stream by itself, dp.noise_stream(), and use its key for nothing else."
+
+
+# Keys of losses.
+
+
+def _losses(step: TracedStep, notes: list[str]) -> list[Finding]:
+    """Whether the keys of losses are new in each call, and nothing else follows from them."""
+    found = list[Finding]()
+    back = {r.returns: r.fact.token for r in step.results if r.returns is not None}
+    uses = [*step.record.uses]
+    for result in step.results:
+        token = result.fact.token
+        if isinstance(token, Key) and token.root != result.returns:
+            uses.append(Use(f"result {result.name}", token, "the results"))
+    for use in (use for use in uses if use.what == "loss"):
+        name = step.arguments[use.key.root].names[-1]
+        if not use.is_fresh or not is_another(use.key, back):
+            text = f"the loss's key, from {name}, is not proven to be another one in each call and"
+            found.append(
+                Finding("fresh noise", f"{text} turn", use.line, KEY_OF_LOSS, is_decided=False)
+            )
+        others = [one for one in uses if one.what != "loss" and one.key.root == use.key.root]
+        for other in others:
+            if not parted(use.key, other.key):
+                text = f"the loss's key, from {name}, or what it follows from, is used at "
+                text += f"{other.line}, too"
+                found.append(Finding("fresh noise", text, use.line, KEY_OF_LOSS, is_decided=False))
+        if use.key.root not in back:
+            notes.append(f"the caller gives {name}, and must not give it again in another call")
     return found
-
-
-def _stale(use: Use, is_call: bool, is_decided: bool) -> Finding:
-    is_same = "the same one" if is_decided else "not proven to be another one"
-    each = "call" if is_call else "turn of a loop"
-    found = f"the key of {_USES[use.what][1]} is {is_same} in each {each}"
-    is_constant = isinstance(use.key.root, tuple) and use.key.root[0] == "constant"
-    how = "Fold a counter of the state into it (jax.random.fold_in(key, step))."
-    if use.what == "noise":
-        how = (
-            "Carry the stream: noisy, state = dp.add_noise(tree, state, stddev), and return state."
-        )
-    advice = "It is a constant of the program. " * is_constant + how
-    return Finding("fresh noise", found, use.context.line, advice, is_decided)
-
-
-_USES = {
-    "noise": ("fresh noise", "the noise"),
-    "draw": ("fresh noise", "other random numbers"),
-    "loss": ("fresh noise", "the loss"),
-    "slots": ("fresh noise", "the loss"),
-    "returned": ("release", "a result: anyone with the key can subtract the noise"),
-    "door": ("side door", "a print or callback"),
-}
-
-
-def _shared(a: Use, b: Use) -> Finding:
-    (_, what), (rule, other) = _USES[a.what], _USES[b.what]
-    other = "another noise" if b.what == "noise" else other
-    paths = [*zip(a.key.path, b.key.path, strict=False)]
-    is_decided = a.key.root is not None and a.key.root == b.key.root and not a.context.is_branch
-    is_decided = is_decided and all(one == other and one is not None for one, other in paths)
-    found = f"one key, or one that follows from it, is used for {what} and for {other}"
-    if not is_decided:
-        found = f"the key of {what} is not proven to be independent of that of {other}"
-    if b.context.line not in (a.context.line, "the results"):
-        found += f" (at {b.context.line})"
-    advice = "Use each key for one noise only: jax.random.split gives as many as needed."
-    return Finding(rule, found, a.context.line, advice, is_decided)

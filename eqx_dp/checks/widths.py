@@ -135,11 +135,13 @@ class Draw(NamedTuple):
         line: the source line.
         bits: how many for each number.
         size: how many numbers.
+        arguments: the program's arguments that they follow from.
     """
 
     line: str
     bits: int
     size: int
+    arguments: frozenset[int]
 
 
 class Facts(NamedTuple):
@@ -150,13 +152,16 @@ class Facts(NamedTuple):
         draws: the random bits that it depends on; none if `clipped`.
         narrowest: the narrowest floating-point format that it went through since the draws; None
             without any, or without a float yet.
-        arguments: the program's arguments that it is made of, outside of the engine.
+        arguments: the program's arguments that it is made of, outside of the engine; in the loss,
+            the one that it is a view of.
+        untouched: the argument that it is.
     """
 
     clipped: bool = False
     draws: frozenset[Draw] = frozenset()
     narrowest: Width | None = None
     arguments: frozenset[int] = frozenset()
+    untouched: int | None = None
 
     def through(self, width: Width | None) -> "Facts":
         """The facts about a value of the given width, computed from a value with these facts."""

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict, Unpack
 
 from ..losses import Aux, ClipNorms, Example, Loss, LossWithAux, Model
 from ..precision import JmpPolicy, Policy
+from ..privacy import Users
 from ..sharding import ShardingRules
 from ..shown import shown
 from ..trees import PyTree
@@ -192,7 +193,9 @@ def filter_clipped_grad(
                 "The first argument must be the loss, fun(model, *example), not yet "
                 f"differentiated; found {shown(fun)}."
             )
-        return eqx.module_update_wrapper(ClippedGrad(fun, filter_spec, configuration, finish))
+        unit = getattr(fun, "unit", None)  # of `dp.Users.loss`
+        own = configuration._replace(unit=unit if isinstance(unit, Users) else None)
+        return eqx.module_update_wrapper(ClippedGrad(fun, filter_spec, own, finish))
 
     return wrap if fun is None else wrap(fun)
 

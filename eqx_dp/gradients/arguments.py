@@ -42,6 +42,7 @@ class Configuration(NamedTuple):
     microbatch_size: int | None
     method: str
     augmentations: int
+    unit: Any = None
 
     def variant(self, method: str | None, microbatch_size: int | None) -> "Configuration":
         """The same with another method or microbatch; None keeps it."""

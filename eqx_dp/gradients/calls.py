@@ -54,6 +54,7 @@ class Mark(NamedTuple):
         has_mask: whether there is a mask.
         num_examples: the length of the batch, padding included.
         num_results: how many results there are, values of single examples included.
+        unit: of what each example is all rows, a `dp.Users`; None where it is one row.
     """
 
     bounds: tuple[float, ...]
@@ -65,6 +66,7 @@ class Mark(NamedTuple):
     has_mask: bool
     num_examples: int
     num_results: int
+    unit: Any
 
     @property
     def num_operands(self) -> int:
@@ -242,6 +244,7 @@ def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], 
         examples.is_padding_example is not None,
         examples.num_examples,
         len(groups) + 1 + len(clipping.clip_norms) + traced.program.aux.num_leaves,
+        configuration.unit,
     )
 
     def function(operands: Any) -> tuple[list[Array], PerExample]:

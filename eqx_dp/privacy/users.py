@@ -112,6 +112,7 @@ class Users:
         (*own, _), its = (list(inspect.signature(f).parameters.values()) for f in (of_user, loss))
         own += [key.replace(kind=key.KEYWORD_ONLY) for key in its if key.name == "key"]
         vars(of_user)["__signature__"] = inspect.Signature(own)
+        vars(of_user)["unit"] = self
         return of_user
 
     def rows(

@@ -19,9 +19,9 @@ from jax.flatten_util import ravel_pytree
 from jax.random import bernoulli, bits, fold_in, normal, split, uniform
 
 import eqx_dp as dp
-from eqx_dp.privacy import key_from_secret
 from tests import models
 from tests.checks.privacy_steps import (
+    BASICS,
     CLASSES,
     EXPECTED,
     OPTIMIZER,
@@ -31,16 +31,15 @@ from tests.checks.privacy_steps import (
     STDDEV,
     WIDTH,
     At,
+    Noise,
     absolute_error,
     added,
     beside,
     by_hand,
-    by_leaf,
     cases,
     chained,
     clip_norms_by_layer,
     clipped,
-    counted,
     data,
     dropout_loss,
     each,
@@ -51,7 +50,6 @@ from tests.checks.privacy_steps import (
     mlp,
     noise_alone,
     noised_by,
-    over_devices,
     params_of,
     plan_under,
     prepared_by,
@@ -65,6 +63,7 @@ from tests.checks.privacy_steps import (
     with_noise,
     with_normals,
     with_optimizer,
+    zero_sums,
 )
 from tests.optimizers import made as optimizer_named
 from tests.sharding.losses import mesh_of
@@ -75,7 +74,7 @@ REPLACE_SPECIAL = plan_under(NeighboringRelation.REPLACE_SPECIAL)
 EVERY_EXAMPLE = plan_under(NeighboringRelation.ADD_OR_REMOVE_ONE, sampling_prob=1.0)
 MULTI_STEPS = optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
 PRESETS = sorted({*dp.available_policies()} - {"float64"})
-LEGACY = jax.random.PRNGKey(3)
+SECRET_KEY = jax.random.key(3)
 
 
 def kinds(params):
@@ -103,9 +102,9 @@ def large_leaf():
     return made(lambda model, x: jnp.sum(model(x) ** 2), model=model, batch=batch)
 
 
-def scanned():
+def scanned(loss=squared_error):
     """Several steps in one program, of one state."""
-    case = made()
+    case = made(loss)
     arrays, static = eqx.partition(case.args[0], eqx.is_array)
 
     def take(arrays, batch):
@@ -241,10 +240,10 @@ CHAINS = {
 # Noise and keys by hand, on the sum of one loss or of several.
 
 
-def layers_with_a_noise_of_their_own(grads, key):
+def layers_with_a_noise_of_their_own(grads, noise):
     """For clip norms C and noise z C sqrt(layers), the sum of (C / noise)^2 is 1 / z^2."""
-    given = zip(grads.layers, split(key), (0.5, 2.0), strict=True)
-    layers = [with_noise(layer, k, STDDEV * norm * math.sqrt(2)) for layer, k, norm in given]
+    given = zip(grads.layers, (0.5, 2.0), strict=True)
+    layers = [with_noise(layer, noise, STDDEV * norm * math.sqrt(2)) for layer, norm in given]
     return eqx.tree_at(lambda tree: tuple(tree.layers), grads, tuple(layers))
 
 
@@ -281,24 +280,24 @@ def skipped_by_the_noisy_norm(grads, key):
     return lax.cond(optax.tree.norm(noisy) > 100.0, lambda: scaled(0.0, noisy), lambda: noisy)
 
 
-def key_taken_apart(grads, key):
-    """As JAX 0.11 takes arrays apart."""
-    return with_noise(grads, lax.unstack(split(key))[1])
+def under_jit_and_remat(grads, noise):
+    """The stream goes in and out of a jitted and rematerialised function."""
+
+    @jax.jit
+    @jax.checkpoint
+    def drawn(grads, state):
+        return dp.add_noise(grads, state, STDDEV)
+
+    noisy, noise.state = drawn(grads, noise.state)
+    return noisy
 
 
 def of_public(model, x, y):
     return jnp.mean(jax.vmap(squared_error, (None, 0, 0))(model, x, y))
 
 
-def noise_of_two_keys(at):
-    loss_key, key = split(fold_in(jax.random.key(12), at.more[0]))
-    return at.noised(at.sum(dropout_loss, key=loss_key), key=key)
-
-
 NOISED_BY = {
-    "key_split_and_carried": with_noise,
-    "key_taken_apart": key_taken_apart,
-    "legacy_key_split_and_carried": (with_noise, {"state": first_state(key=LEGACY)}),
+    "stream_carried": with_noise,
     "layers_with_a_noise_of_their_own": (
         layers_with_a_noise_of_their_own,
         {"grad_fn": clipped(l2_clip_norm=clip_norms_by_layer(mlp())), "multiplier": 0.0},
@@ -310,7 +309,7 @@ NOISED_BY = {
     ),
     "more_noise": (lambda g, k: with_noise(g, k, 2 * STDDEV), {"multiplier": 2 * MULTIPLIER}),
     "noise_for_replace_one": (lambda g, k: with_noise(g, k, 2 * STDDEV), {"plan": REPLACE_ONE}),
-    "noise_under_jit_and_remat": jax.jit(jax.checkpoint(with_noise)),
+    "noise_under_jit_and_remat": under_jit_and_remat,
     "sparse": sparse,
     "copies": copies,
     "turned": turned,
@@ -322,52 +321,35 @@ NOISED_BY = {
 }
 
 STEP_OF = {
-    "counter": lambda at: at.noised(key=fold_in(at.keys[0], at.state.step)),
-    "keys_for_loss_and_noise": lambda at: at.noised(at.sum(dropout_loss, key=at.keys[1])),
+    "key_for_the_loss": lambda at: at.noised(at.sum(dropout_loss, key=at.keys[1])),
+    "counter_for_the_loss": (
+        lambda at: at.noised(at.sum(dropout_loss, key=fold_in(at.more[0], at.state.step))),
+        {"batch": (*data(), jax.random.key(6))},
+    ),
     "two_losses_with_a_noise_each": (
         lambda at: added(
-            at.noised(stddev=2**0.5 * STDDEV),
-            at.noised(at.sum(absolute_error), 2**0.5 * STDDEV, at.keys[1]),
+            at.noised(stddev=2**0.5 * STDDEV), at.noised(at.sum(absolute_error), 2**0.5 * STDDEV)
         ),
         {"multiplier": 2**0.5 * MULTIPLIER},
     ),
     # One example moves the sum of both by twice the bound.
     "two_losses": lambda at: at.noised(added(at.sum(), at.sum(absolute_error)), 2 * STDDEV),
     "decay_behind_the_noise": lambda at: added(at.noised(), scaled(0.1, params_of(at.model))),
-    "key_of_the_caller": (
-        lambda at: at.noised(key=at.more[0]),
-        {"batch": (*data(), jax.random.key(6))},
-    ),
     "public_gradient_added": (
         lambda at: at.noised(added(at.sum(), eqx.filter_grad(of_public)(at.model, *at.more))),
         {"batch": (*data(), *data()[:2])},
     ),
 }
 
-# The caller counts steps, and the root is closed over: the most common pattern in JAX.
+# The caller counts turns.
 WITH_A_NUMBER = {
     "times_of_the_caller": lambda at: lax.fori_loop(
         0, at.more[0], lambda _, noisy: scaled(0.9, noisy), at.noised()
     ),
-    "number_of_the_caller": lambda at: at.noised(key=fold_in(jax.random.key(12), at.more[0])),
-    "number_of_the_caller_for_loss_and_noise": noise_of_two_keys,
-}
-
-COUNTED = {
-    "root_and_counter": fold_in,
-    "legacy_root_and_counter": (fold_in, {"key": LEGACY}),
-    "root_that_is_closed_over": lambda _, step: fold_in(key_from_secret(3, "noise"), step),
-    "root_that_is_made_inside": lambda _, step: fold_in(jax.random.key(3), step),
-}
-
-BY_LEAF = {
-    "leaves_with_keys_by_number": lambda key, n: [fold_in(key, i) for i in range(n)],
-    "leaves_with_keys_by_split": split,
 }
 
 EPOCHS = {
     "epoch": At.noised,
-    "epoch_by_a_counter": lambda at: at.noised(key=fold_in(jax.random.key(5), at.state.step)),
 }
 
 
@@ -383,7 +365,7 @@ BESIDE = {
     "numbers_of_a_fresh_key": lambda at: bits(at.keys[0], (4,)),
     "disclosed_loss": (
         lambda at: {"loss": at.values.loss.mean()},
-        {"more": {"disclose": ("loss",)}},
+        {"more": {"disclose": ("2.loss",)}},
     ),
 }
 
@@ -427,9 +409,10 @@ def scanned_indices():
     def epoch(params, state, xs, ys, indices):
         def step(carry, index):
             params, state = carry
-            key = fold_in(state.key, state.step)
+            noise = Noise(state.stream)
             at = At(eqx.combine(params, static), state, xs[index], ys[index], index < 0)
-            return updated(params, state, at.noised(key=key)), None
+            noisy = at.noised(noise=noise)
+            return updated(params, state._replace(stream=noise.state), noisy), None
 
         return lax.scan(step, (params, state), indices)[0]
 
@@ -466,8 +449,135 @@ ROWS = {
 DEVICES = {
     "sum_of_devices": lambda at: psum(at.sum()),
     "mean_of_devices": (lambda at: lax.pmean(at.sum(), "data"), STDDEV / 8),
-    "noise_on_each": (lambda at: at.noised(psum(at.sum())), {"finish": lambda *a: updated(*a[:3])}),
     "devices_of_two_axes": (lambda at: psum(at.sum()), {"mesh": mesh_of("auto", data=4, model=2)}),
+}
+
+
+def chunks(at):
+    parts = jax.tree.map(lambda a: a.reshape(4, 2, *a.shape[1:]), (at.x, at.y, at.mask))
+    sums = lax.map(lambda part: At(at.model, at.state, *part).sum(), parts)
+    return at.noised(jax.tree.map(lambda leaf: leaf.sum(0), sums))
+
+
+# More of what users write.
+
+PROJECTION, BACKBONE = jnp.ones((WIDTH, WIDTH)), eqx.nn.MLP(WIDTH, WIDTH, 4, 1, key=SECRET_KEY)
+
+
+def smoothed(x):
+    return jnp.convolve(x, jnp.ones(3), "same")
+
+
+VIEWS = {
+    "projected": (lambda at: at.use(x=at.x @ at.more[0]), PROJECTION),
+    "padded_and_cut": lambda at: at.use(x=jnp.pad(at.x, ((0, 0), (1, 2)))[:, 1 : WIDTH + 1]),
+    "stacked_views": lambda at: at.use(x=jnp.stack([at.x, -at.x], axis=1).mean(1)),
+    "frozen_backbone": lambda at: at.use(x=jax.vmap(BACKBONE)(at.x)),
+    "convolved": lambda at: at.use(
+        x=jax.vmap(lambda x: jnp.convolve(x, jnp.ones(3), "same"))(at.x)
+    ),
+    "one_hot_labels": lambda at: at.use(y=jax.nn.one_hot(jnp.argmax(at.y, 1), CLASSES)),
+    "padding_zeroed": lambda at: at.use(x=jnp.where(at.mask[:, None], 0.0, at.x)),
+    "mask_chosen": lambda at: at.use(mask=jnp.where(jnp.any(at.x > 9, axis=1), True, at.mask)),
+    "images": lambda at: at.use(x=at.x.reshape(SLOTS, 2, 2)[:, ::-1].reshape(SLOTS, WIDTH)),
+}
+
+
+def accumulated(parts_of):
+    """Clipped sums of microbatches, added up in a scan."""
+
+    def noisy(at):
+        parts = jax.tree.map(parts_of, (at.x, at.y, at.mask))
+
+        def turn(total, part):
+            return added(total, At(at.model, at.state, *part).sum()), None
+
+        return at.noised(lax.scan(turn, zero_sums(), parts)[0])
+
+    return step_of(noisy)
+
+
+def of_fixed_size():
+    """Batches of a fixed size have no padding, and need no mask."""
+    relation = NeighboringRelation.REPLACE_ONE
+    sampling = dp.sampling.FixedSize(SLOTS, 100)
+    plan = dp.PrivacyPlan(None, 10, 1.2, 1e-5, sampling=sampling, neighboring_relation=relation)
+    noised = lambda at: at.noised(at.use(mask=None).sum(), 2 * STDDEV)  # noqa: E731
+    return step_of(noised, plan=plan)
+
+
+def with_unlabelled():
+    """A labelled and an unlabelled batch, each with its mask: one row moves one of two sums."""
+    more = jnp.ones((6, WIDTH)), jnp.ones((6, CLASSES)), jnp.zeros(6, bool)
+
+    def noisy(at):
+        x, y, mask = at.more
+        return at.noised(added(at.sum(), at.use(x=x, y=y, mask=mask).sum()), 2 * STDDEV)
+
+    return step_of(noisy, batch=(*data(), *more), private=(2, 3, 4, 5, 6, 7), multiplier=0.0)
+
+
+def of_users():
+    users = dp.Users(jnp.arange(40) // 4, 4)
+    plan = dp.PrivacyPlan(**BASICS, unit=users)
+    x, y, mask = data()
+    rows = jnp.stack([x] * 4, 1), jnp.stack([y] * 4, 1), jnp.zeros((SLOTS, 4), bool)
+    return made(plan=plan, batch=(*rows, mask))
+
+
+def ensemble():
+    """Two models on one batch, by `vmap` of the whole step, with more noise."""
+    noise = dp.gaussian_privatizer(stddev=STDDEV * math.sqrt(2), key=SECRET)
+    grad_fn = clipped()
+    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+    def step(params, state, x, y, mask):
+        model = eqx.combine(params, static)
+        grads, state = noise.update(grad_fn(model, x, y, is_padding_example=mask), state)
+        return eqx.apply_updates(params, scaled(-0.1, grads)), state
+
+    state = jax.tree.map(lambda *a: jnp.stack(a), *(noise_of(i).init(params) for i in range(2)))
+    many = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), params)
+    mapped = jax.vmap(step, (0, 0, None, None, None))
+    return by_hand(mapped, model=many, state=state)
+
+
+def noise_of(i):
+    return dp.gaussian_privatizer(stddev=STDDEV * math.sqrt(2), key=SECRET + i)
+
+
+class LowRank(eqx.Module):
+    frozen: eqx.nn.Linear
+    left: jax.Array
+    right: jax.Array
+
+    def __call__(self, x):
+        return self.frozen(x) + self.left @ (self.right @ x)
+
+
+def low_rank():
+    """LoRA: two thin factors are trained beside a frozen layer."""
+    layer = eqx.nn.Linear(WIDTH, CLASSES, key=SECRET_KEY)
+    model = LowRank(layer, jnp.ones((CLASSES, 1)), jnp.ones((1, WIDTH)))
+    spec = eqx.tree_at(
+        lambda m: (m.left, m.right), jax.tree.map(lambda _: False, model), (True,) * 2
+    )
+    return made(model=model, filter_spec=spec, ema=0.9)
+
+
+MORE = {
+    "accumulated": lambda: accumulated(lambda a: a.reshape(4, 2, *a.shape[1:])),
+    "accumulated_with_strides": lambda: accumulated(
+        lambda a: jnp.swapaxes(a.reshape(2, 4, *a.shape[1:]), 0, 1)
+    ),
+    "fixed_size": of_fixed_size,
+    "with_unlabelled": with_unlabelled,
+    "of_users": of_users,
+    "chunks": lambda: step_of(chunks),
+    "ensemble": ensemble,
+    "low_rank": low_rank,
+    "augmented_by_the_engine": lambda: made(dropout_loss, augmentations=3),
+    "scanned_with_keys": lambda: scanned(dropout_loss),
 }
 
 HONEST = cases(
@@ -476,14 +586,13 @@ HONEST = cases(
     (noised_by, NOISED_BY),
     (step_of, STEP_OF),
     (with_a_number, WITH_A_NUMBER),
-    (counted, COUNTED),
-    (by_leaf, BY_LEAF),
     (epoch_by, EPOCHS),
     (beside, BESIDE),
     (keeping, KEEPING),
     (prepared_by, PREPARED),
     (each, ROWS),
-    (over_devices, DEVICES),
+    (prepared_by, VIEWS),
+    (each, MORE),
 )
 
 
@@ -493,18 +602,12 @@ HONEST = cases(
 def epoch_in_a_python_loop():
     def epoch(model, state, xs, ys, masks):
         for x, y, mask in zip(xs, ys, masks, strict=True):
-            carried, key = split(state.key)
-            noisy = At(model, state, x, y, mask).noised(key=key)
-            model, state = updated(model, state._replace(key=carried), noisy)
+            noise = Noise(state.stream)
+            noisy = At(model, state, x, y, mask).noised(noise=noise)
+            model, state = updated(model, state._replace(stream=noise.state), noisy)
         return model, state
 
     return by_hand(epoch, batch=tuple(jnp.stack([leaf] * 2) for leaf in data()))
-
-
-def chunks(at):
-    parts = jax.tree.map(lambda a: a.reshape(4, 2, *a.shape[1:]), (at.x, at.y, at.mask))
-    sums = lax.map(lambda part: At(at.model, at.state, *part).sum(), parts)
-    return at.noised(jax.tree.map(lambda leaf: leaf.sum(0), sums))
 
 
 def augmented(at):
@@ -516,23 +619,15 @@ def augmented(at):
     return at.use(x=jax.vmap(jittered)(at.x, split(at.keys[1], SLOTS)))
 
 
-def split_in_turns(at):
-    carried, key = split(at.state.key)
-    return at.noised(key=key), {"key": carried}
-
-
 BY_PARTS = {
     # Parts of a batch by hand: the engine makes microbatches.
     "slices": lambda at: at.noised(added(*(at.rows(slice(i, i + 2)).sum() for i in (0, 2, 4, 6)))),
     "strided": lambda at: at.noised(added(*(at.rows(slice(i, None, 4)).sum() for i in range(4)))),
-    "chunks": chunks,
     # A bound that is not reached.
-    "noise_in_both_branches": lambda at: lax.cond(
-        at.state.step < 3, lambda g: at.noised(g, 2 * STDDEV), lambda g: at.noised(g), at.sum()
+    "noise_in_both_branches": lambda at: at.noise.chosen(
+        1 * (at.state.step < 3), [lambda g, n: with_noise(g, n, 2 * STDDEV), with_noise], at.sum()
     ),
-    "noise_in_two_parts": lambda at: at.noised(
-        at.noised(stddev=0.6 * STDDEV), 0.8 * STDDEV, at.keys[1]
-    ),
+    "noise_in_two_parts": lambda at: at.noised(at.noised(stddev=0.6 * STDDEV), 0.8 * STDDEV),
     "turns_of_two_losses": lambda at: at.noised(
         lax.cond(at.state.step % 2 == 0, at.sum, lambda: at.sum(absolute_error))
     ),
@@ -550,8 +645,6 @@ BY_ROWS = {
 
 BY_LOOPS = {
     "batches_in_a_python_loop": epoch_in_a_python_loop,
-    # A key that a loop splits: split before it, or fold a counter in.
-    "epoch_that_splits": lambda: epoch_by(split_in_turns),
 }
 
 # Noise by hand: dp.add_noise is what the check knows.
@@ -561,7 +654,11 @@ BY_NORMALS = {
 }
 
 UNDECIDED = cases(
-    (step_of, BY_PARTS), (prepared_by, BY_ROWS), (each, BY_LOOPS), (noised_by, BY_NORMALS)
+    (step_of, BY_PARTS),
+    (prepared_by, BY_ROWS),
+    (each, BY_LOOPS),
+    (noised_by, BY_NORMALS),
+    (over_devices, DEVICES),
 )
 
 

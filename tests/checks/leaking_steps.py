@@ -31,17 +31,16 @@ from tests.checks.privacy_steps import (
     WIDTH,
     At,
     Case,
+    Noise,
     absolute_error,
     added,
-    begun,
+    at_hand,
     beside,
     by_hand,
-    by_leaf,
     carrying,
     cases,
     chained,
     clipped,
-    counted,
     data,
     dropout_loss,
     each,
@@ -51,7 +50,6 @@ from tests.checks.privacy_steps import (
     made,
     minus,
     mlp,
-    next_key,
     noise_alone,
     noised_by,
     over_devices,
@@ -118,7 +116,7 @@ BESIDE = {
     "a_label_returned": lambda at: at.y[0],
     "sum_without_noise_returned": lambda at: at.grads,
     # A tiny noise on the mean loss, whose sensitivity nothing bounds.
-    "dithered_loss": lambda at: with_noise(at.values.loss.mean(), jax.random.key(1), 1e-3),
+    "dithered_loss": lambda at: at.noised(at.values.loss.mean(), 1e-3),
     # One bit of the sum.
     "whether_the_raw_sum_is_finite": lambda at: jnp.all(jnp.isfinite(jax.tree.leaves(at.grads)[0])),
     "size_of_the_noise": lambda at: norm(minus(at.noisy, at.grads)),
@@ -212,21 +210,20 @@ OVER_DEVICES = {
 
 
 def side_by_side(of_a_device):
-    """`of_a_device(grads, key)` is each device's noisy sum, and they are returned as they are."""
+    """`of_a_device(grads, noise)` is each device's noisy sum, and they are returned as they are."""
 
-    def finish(params, state, result, key):
+    def finish(params, state, result):
         return *updated(params, state, leafwise(lambda a: a.sum(0), result)), result
 
     def part(at):
-        return leafwise(lambda a: a[None], of_a_device(at.sum(), at.keys[0]))
+        return leafwise(lambda a: a[None], of_a_device(at.sum(), at.noise))
 
     return over_devices(part, out="data", finish=finish)
 
 
 SIDE_BY_SIDE = {
-    "a_noise_of_its_own": lambda g, k: with_noise(g, fold_in(k, device())),
     "one_noise_for_all_devices": with_noise,
-    "an_eighth_of_the_noise": lambda g, k: psum(with_noise(g, fold_in(k, device()), STDDEV / 8)),
+    "an_eighth_of_the_noise": lambda g, k: psum(with_noise(g, k, STDDEV / 8)),
     "noise_for_a_mean": lambda g, k: with_noise(psum(g), k, STDDEV / 8),
 }
 
@@ -443,7 +440,7 @@ STEPS = {
     # Two models are trained on one batch, each with the noise for one release.
     "ensemble": lambda at: (
         at.noised(),
-        at.noised(at.sum(model=negated(at.model)), key=at.keys[1]),
+        at.noised(at.sum(model=negated(at.model))),
     ),
     "one_loss_masked": lambda at: at.noised(
         added(at.sum(), at.use(mask=None).sum(absolute_error)), 2 * STDDEV
@@ -499,11 +496,11 @@ def reduced_on_plateau():
     plateau = optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1))
 
     def step(model, state, x, y, mask):
-        key, state = next_key(state)
-        at = At(model, state, x, y, mask)
+        at, state = at_hand(model, state, x, y, mask)
         given = {"value": at.losses().mean()}
-        updates, opt = plateau.update(at.noised(key=key), state.opt, params_of(model), **given)
-        return eqx.apply_updates(model, updates), state._replace(opt=opt)
+        updates, opt = plateau.update(at.noised(), state.opt, params_of(model), **given)
+        after = state._replace(opt=opt, stream=at.noise.state)
+        return eqx.apply_updates(model, updates), after
 
     return by_hand(step, state=first_state(optimizer=plateau))
 
@@ -511,26 +508,17 @@ def reduced_on_plateau():
 def remembering(change, first):
     """`change(kept, at)` gives inputs, and what is kept of this call."""
 
-    def step(model, state, x, y, mask):
-        key, state = next_key(state)
-        at = At(model, state, x, y, mask)
-        x, kept = change(state.kept, at)
-        model, state = updated(model, state, at.use(x=x).noised(key=key))
-        return model, state._replace(kept=kept)
+    def noisy(at):
+        x, kept = change(at.state.kept, at)
+        return at.noised(at.use(x=x).sum()), {"kept": kept}
 
-    return by_hand(step, state=first_state(kept=first))
+    return carrying(noisy, first)
 
 
-def sum_of_the_step_before():
+def sum_of_the_step_before(at):
     """The model is moved by the gradient of the step before, which had no noise."""
-
-    def step(model, state, x, y, mask):
-        key, state = next_key(state)
-        grads = At(model, state, x, y, mask).sum()
-        model, state = updated(model, state, added(with_noise(grads, key), state.kept))
-        return model, state._replace(kept=grads)
-
-    return by_hand(step, state=first_state(kept=zero_sums()))
+    grads = at.sum()
+    return added(at.noised(grads), at.state.kept), {"kept": grads}
 
 
 class Training(eqx.Module):
@@ -539,26 +527,20 @@ class Training(eqx.Module):
     xs: jax.Array
 
     def __call__(self, model, state, x, y, mask):
-        key, state = next_key(state)
-        return updated(model, state, At(model, state, x - self.xs.mean(0), y, mask).noised(key=key))
+        at, state = at_hand(model, state, x - self.xs.mean(0), y, mask)
+        noisy = at.noised()
+        return updated(model, state._replace(stream=at.noise.state), noisy)
 
 
 def batch_closed_over_beside_its_mask():
     """Only the mask is an argument; inputs and targets are constants of the program."""
 
     def step(model, state, mask):
-        return updated(model, state, At(model, state, XS, YS, mask).noised(key=state.key))
+        at, state = at_hand(model, state, XS, YS, mask)
+        noisy = at.noised()
+        return updated(model, state._replace(stream=at.noise.state), noisy)
 
     return by_hand(step, batch=(MASK,), private=(2,))
-
-
-def key_summed_over_devices(at):
-    """Eight times the words of the key of a noise are shown."""
-    everywhere = jax.sharding.PartitionSpec()
-    options = {"in_specs": everywhere, "out_specs": everywhere, "check_vma": False}
-    mapped = jax.shard_map(psum, mesh=mesh_of("auto", data=8), **options)
-    noisy = with_noise(at.grads, at.keys[0], 9 * STDDEV)
-    return noisy, mapped(jax.random.key_data(at.keys[0]))
 
 
 EACH = {
@@ -569,15 +551,12 @@ EACH = {
     "noise_of_another_plan": lambda: chained(
         plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
     )._replace(plan=PLAN),
-    "key_summed_over_devices": lambda: beside(
-        key_summed_over_devices, plan=dp.PrivacyPlan(0.5, 10, 1.0, 1e-5)
-    ),
     "reduced_on_plateau": reduced_on_plateau,
     # What stood in a slot before is added to who stands there now.
     "memory_of_slots": lambda: remembering(
         lambda kept, at: (0.5 * at.x + 0.5 * kept, at.x), jnp.zeros((SLOTS, WIDTH))
     ),
-    "sum_of_the_step_before": sum_of_the_step_before,
+    "sum_of_the_step_before": lambda: carrying(sum_of_the_step_before, zero_sums()),
     "closed_over_by_a_module": lambda: Case(
         Training(XS), (mlp(), first_state(), *data()), {}, (2, 3, 4), PLAN, 0.0
     ),
@@ -608,7 +587,7 @@ def as_words(values):
 
 def better_of_two(grads, key):
     """Two draws, and the one that is nearer to the sum is taken."""
-    one, other = (with_noise(grads, k, 2 * STDDEV) for k in split(key))
+    one, other = (with_noise(grads, key, 2 * STDDEV) for _ in range(2))
     return where(norm(minus(one, grads)) < norm(minus(other, grads)), one, other)
 
 
@@ -624,21 +603,27 @@ def copied(grads, key):
 
 
 def halves_with_one_key(grads, key):
-    """Two calls on lists with one key: the same paths, so the same noise."""
+    """Two calls on lists with one state: the same numbers of leaves, so the same noise."""
     leaves, structure = jax.tree.flatten(grads)
-    return structure.unflatten([*with_noise(leaves[:2], key), *with_noise(leaves[2:], key)])
+    return structure.unflatten([*with_noise(leaves[:2], key.once()), *with_noise(leaves[2:], key)])
 
 
 def by_a_rule(grads, key):
     """A `custom_jvp` around the noise whose tangent is the sum itself."""
-    noisy = jax.custom_jvp(lambda grads: with_noise(grads, key))
+    noisy = jax.custom_jvp(lambda grads: with_noise(grads, key.once()))
     noisy.defjvp(lambda primals, tangents: (noisy(*primals), primals[0]))
     return jax.jvp(noisy, (grads,), (grads,))[1]
 
 
 def little_by_little(grads, key):
-    noisier = lambda g, k: (with_noise(g, k, 1e-6), None)  # noqa: E731
-    return lax.scan(noisier, grads, split(key, 3))[0]
+    return key.turned(lambda g, _, noise: with_noise(g, noise, 1e-6), grads, length=3)
+
+
+def on_one_platform(grads, noise):
+    noisy = lambda g, state: dp.add_noise(g, state, STDDEV)  # noqa: E731
+    raw = lambda g, state: (scaled(1.0, g), state)  # noqa: E731
+    found, noise.state = lax.platform_dependent(grads, noise.state, cpu=noisy, default=raw)
+    return found
 
 
 def exact_by_a_rule(grads, key):
@@ -668,7 +653,7 @@ def called(name):
 
     identity.__name__ = identity.__qualname__ = name
     identity.__module__ = "eqx_dp.privacy.noise"
-    return lambda grads, key: jax.jit(identity)(grads, key, STDDEV)
+    return lambda grads, key: jax.jit(identity)(grads, key.key, STDDEV)
 
 
 NOISED_BY = {
@@ -678,22 +663,20 @@ NOISED_BY = {
     # The noise is divided by the expected batch size, and the gradient is not.
     "gradient_scaled_before_the_noise": lambda g, k: with_noise(scaled(10.0, g), k),
     "noise_in_proportion": lambda g, k: with_noise(g, k, STDDEV * norm(g)),
-    "constant_key": lambda g, k: with_noise(g, jax.random.key(0)),
+    "constant_key": lambda g, k: with_noise(g, Noise(dp.noise_stream(key=7))),
     # One key for the sum and for zeros: the difference has no noise.
-    "noise_of_zeros_subtracted": lambda g, k: minus(with_noise(g, k), noise_alone(g, k)),
+    "noise_of_zeros_subtracted": lambda g, k: minus(with_noise(g, k.once()), noise_alone(g, k)),
     # The derivative of `sum + noise` in the sum's direction is the sum.
-    "tangent": lambda g, k: jax.jvp(lambda g: with_noise(g, k), (g,), (g,))[1],
+    "tangent": lambda g, k: jax.jvp(lambda g: with_noise(g, k.once()), (g,), (g,))[1],
     # Backwards through the noise goes what was handed in: the sum.
     # (That of certified noise is zero: it is rounded.)
-    "cotangent": lambda g, k: jax.vjp(
-        lambda g: dp.add_noise(g, begun(k), STDDEV, certified=False)[0], g
-    )[1](g)[0],
+    "cotangent": lambda g, k: jax.vjp(lambda g: with_noise(g, k.once(), certified=False), g)[1](g)[
+        0
+    ],
     # Its deviation is that of the sum's own numbers.
     "noise_times_the_sum": lambda g, k: leafwise(lambda g, n: g + g * n, g, noise_alone(g, k, 1.0)),
     # `platform_dependent`: on a GPU the sum goes on without noise.
-    "on_one_platform": lambda g, k: lax.platform_dependent(
-        g, cpu=lambda g: with_noise(g, k), default=lambda g: scaled(1.0, g)
-    ),
+    "on_one_platform": on_one_platform,
     "uniform_noise": lambda g, k: with_normals(g, k, draw=uniform),
     "normal_noise_in_absolute_value": lambda g, k: with_normals(
         g, k, draw=lambda *x: abs(normal(*x))
@@ -705,13 +688,15 @@ NOISED_BY = {
     "by_a_rule": by_a_rule,
     "little_by_little": little_by_little,
     # A branch on a public coin.
-    "in_one_branch": lambda g, k: lax.cond(
-        bernoulli(fold_in(k, 1)), lambda: g, lambda: with_noise(g, k)
+    "in_one_branch": lambda g, k: k.chosen(
+        bernoulli(k.key).astype(int), [lambda g, n: scaled(1.0, g), with_noise], g
     ),
     "transpose": lambda g, k: jax.linear_transpose(
-        lambda g: added(g, scaled(0.0, noise_alone(zero_sums(), k))), g
+        lambda g: added(g, scaled(0.0, noise_alone(zero_sums(), k.once()))), g
     )(g)[0],
-    "noise_unused": lambda g, k: jax.jit(lambda g: (with_noise(g, k), with_zeros(g, k))[1])(g),
+    "noise_unused": lambda g, k: jax.jit(lambda g: (with_noise(g, k.once()), with_zeros(g, k))[1])(
+        g
+    ),
     # A scope with the name of our noise, and none in it.
     "zeros_in_a_scope_named_noise": jax.named_scope("eqx_dp.noise")(with_zeros),
     # A jitted function of a name of ours, in a module that says it is ours, which adds nothing.
@@ -766,12 +751,13 @@ def each_leaf(change):
 
 def one_batch_four_times(at):
     """Four steps on one sample: z / sqrt(4), where the plan counts a fresh sample each."""
-    grads, keys = at.sum(), split(at.keys[0], 4)
-    return lax.scan(lambda c, k: (added(c, with_noise(grads, k)), None), zero_sums(), keys)[0]
+    grads = at.sum()
+    again = lambda total, _, noise: added(total, with_noise(grads, noise))  # noqa: E731
+    return at.noise.turned(again, zero_sums(), length=4)
 
 
 def noise(at, stddev=STDDEV):
-    return noise_alone(zero_sums(), at.keys[0], stddev)
+    return noise_alone(zero_sums(), at.noise, stddev)
 
 
 def of_batch(model, x, y):
@@ -792,10 +778,10 @@ def noise_before_the_clipping(at):
     return leafwise(lambda leaf: jnp.tensordot(factors, leaf, 1), noisy)
 
 
-def with_keys(at, keys, stddev=STDDEV):
-    """Two sums, each with noise from a key of its own: for the optimizer, and returned."""
-    sums = at.sum(), at.sum(absolute_error)
-    return tuple(with_noise(g, k, stddev) for g, k in zip(sums, keys, strict=True))
+def each_noised(at, stddev=STDDEV, of=lambda noise: noise):
+    """Two sums, each with its noise: for the optimizer, and returned."""
+    first, other = at.sum(), at.sum(absolute_error)
+    return with_noise(first, of(at.noise), stddev), with_noise(other, at.noise, stddev)
 
 
 def loss_with_key(at, key, *shown):
@@ -803,30 +789,22 @@ def loss_with_key(at, key, *shown):
     return at.noised(at.sum(dropout_loss, key=key)), *shown
 
 
-def made_twice(key):
-    words = key_data(key)
-    return [jax.random.wrap_key_data(again) for again in (words ^ 0, words | 0)]
-
-
-def twice(at, *keys):
-    """Noise from two keys, added."""
-    return added(*(at.noised(key=key) for key in keys))
-
-
 NOISED = {
     "one_noise_for_four_losses": lambda at: at.noised(
         added(*(at.sum(lambda *a, i=i: squared_error(*a) ** (1 + i)) for i in range(4)))
     ),
     # Each has the plan's noise multiplier, together they have z / sqrt(2).
-    "two_losses_with_the_noise_of_one": lambda at: added(*with_keys(at, at.keys[:2])),
+    "two_losses_with_the_noise_of_one": lambda at: added(*each_noised(at)),
     # The difference of the two noisy sums has no noise.
-    "one_key_for_two_losses": lambda at: with_keys(at, [at.keys[0]] * 2, 2 * STDDEV),
+    "one_key_for_two_losses": lambda at: each_noised(at, 2 * STDDEV, Noise.once),
     "one_batch_four_times": one_batch_four_times,
-    "no_noise_in_the_first_steps": lambda at: lax.cond(
-        at.state.step < 3, lambda g: g, lambda g: at.noised(g), at.sum()
+    "no_noise_in_the_first_steps": lambda at: at.noise.chosen(
+        1 * (at.state.step >= 3), [lambda g, n: scaled(1.0, g), with_noise], at.sum()
     ),
-    "less_noise_in_every_second_step": lambda at: lax.switch(
-        at.state.step % 2, [lambda g, s=s: at.noised(g, s * STDDEV) for s in (1.0, 0.1)], at.sum()
+    "less_noise_in_every_second_step": lambda at: at.noise.chosen(
+        at.state.step % 2,
+        [lambda g, n, s=s: with_noise(g, n, s * STDDEV) for s in (1.0, 0.1)],
+        at.sum(),
     ),
     "divided_by_real_examples": lambda at: at.noised(
         scaled(1 / jnp.maximum(1, jnp.sum(~at.mask)), at.sum(normalize_by=1.0))
@@ -839,28 +817,27 @@ NOISED = {
     "noise_in_the_model": lambda at: (lambda n: added(moved_sum(at, n), n))(noise(at)),
     # A release of little noise is added to the sum.
     "quiet_release_added": lambda at: at.noised(
-        added(at.sum(), at.noised(scaled(10, at.sum()), 1e-3, at.keys[1]))
+        added(at.sum(), at.noised(scaled(10, at.sum()), 1e-3))
     ),
-    "noise_returned": lambda at: (added(at.sum(), noise(at)), noise(at)),
+    "noise_returned": lambda at: (lambda n: (added(at.sum(), n), n))(noise(at)),
     # The difference of the two has no noise.
-    "one_noise_on_two_sums": lambda at: tuple(
-        added(at.sum(loss), noise(at, 2 * STDDEV)) for loss in (squared_error, absolute_error)
-    ),
+    "one_noise_on_two_sums": lambda at: (
+        lambda n: tuple(added(at.sum(loss), n) for loss in (squared_error, absolute_error))
+    )(noise(at, 2 * STDDEV)),
     # The noise shows how many examples there are.
     "deviation_by_examples": lambda at: at.noised(
         stddev=STDDEV * jnp.maximum(1, jnp.sum(~at.mask))
     ),
     # At least the plan's, but how much it is shows the loss, or an input.
     "deviation_by_the_loss": lambda at: at.noised(stddev=STDDEV * (1 + at.losses().mean())),
-    "key_returned": lambda at: (at.noised(), at.keys[0]),
-    "key_printed": lambda at: (jax.debug.print("{}", key_data(at.keys[0])), at.noised())[1],
-    "key_for_loss_and_noise": lambda at: loss_with_key(at, at.keys[0]),
+    "key_returned": lambda at: (at.noised(), at.noise.state.key),
+    "key_printed": lambda at: (jax.debug.print("{}", key_data(at.noise.state.key)), at.noised())[1],
+    "key_for_loss_and_noise": lambda at: loss_with_key(at, at.noise.state.key),
     # The loss closes over the key of the noise.
     "key_in_the_loss": lambda at: at.noised(
-        at.sum(lambda m, x, y: squared_error(m, x + normal(at.keys[0], x.shape), y))
-    ),
-    "key_from_private_data": lambda at: at.noised(
-        key=fold_in(at.keys[0], jnp.sum(at.x).astype(jnp.int32))
+        at.sum(
+            lambda m, x, y, key=at.noise.state.key: squared_error(m, x + normal(key, x.shape), y)
+        )
     ),
     # Which mask an example gets, its slot says, in every step the same.
     "constant_loss_key": lambda at: loss_with_key(at, jax.random.key(0)),
@@ -868,8 +845,6 @@ NOISED = {
     "loss_key_drawn_from": lambda at: loss_with_key(
         at, at.keys[1], normal(split(at.keys[1], SLOTS)[0], (WIDTH,))
     ),
-    # Two arrays of words that are equal, by arithmetic.
-    "key_made_twice": (lambda at: twice(at, *made_twice(at.keys[0])), NO_PLAN),
 }
 
 
@@ -879,35 +854,16 @@ NOISED = {
 def several_releases(at):
     """As many releases of one sum as an argument says."""
     grads = at.sum()
-    noised = lambda i: at.noised(grads, key=fold_in(at.keys[0], i))  # noqa: E731
-    return lax.fori_loop(0, at.more[0], lambda i, total: added(total, noised(i)), zero_sums())
 
+    def turn(_, carry):
+        noisy, state = dp.add_noise(grads, carry[1], STDDEV)
+        return added(carry[0], noisy), state
 
-def by_number(at, *numbers):
-    return with_keys(at, [fold_in(ROOT, number) for number in numbers], 2 * STDDEV)
+    total, at.noise.state = lax.fori_loop(0, at.more[0], turn, (zero_sums(), at.noise.state))
+    return total
 
 
 NUMBERED = {
-    # Steps 0 and 1, 2 and 3 have one key.
-    "number_halved": lambda at: at.noised(key=fold_in(ROOT, at.more[0] // 2)),
-    "one_of_four_keys": lambda at: at.noised(key=split(ROOT, 4)[at.more[0]]),
-    # The seed is the step's number, which everybody knows.
-    "number_as_the_seed": lambda at: at.noised(key=jax.random.key(at.more[0])),
-    # Two steps within a second have the same noise.
-    "whole_seconds": (lambda at: at.noised(key=fold_in(ROOT, at.more[0].astype(int))), 0.5),
-    # The key that the caller's number is folded into is among the results.
-    "root_returned": lambda at: (at.noised(key=fold_in(ROOT, at.more[0])), key_data(ROOT)),
-    # The key of the next step's noise is among the results of this one.
-    "next_key_returned": lambda at: (
-        at.noised(key=fold_in(ROOT, at.more[0])),
-        key_data(fold_in(ROOT, at.more[0] + 1)),
-    ),
-    # The second noise of a step is the first of the next one.
-    "number_and_the_next": lambda at: by_number(at, at.more[0], at.more[0] + 1),
-    # In step 3 both sums have the same noise.
-    "number_and_a_constant": lambda at: by_number(at, at.more[0], 3),
-    # Step 1 and key 0, step 0 and key 1 have the same noise.
-    "number_and_counter_added": lambda at: at.noised(key=fold_in(ROOT, at.state.step + at.more[0])),
     "several_releases": several_releases,
     "scaled_by_an_argument": lambda at: at.noised(scaled(at.more[0], at.sum())),
     "deviation_from_an_argument": lambda at: at.noised(stddev=1.0 * at.more[0]),
@@ -919,24 +875,21 @@ NUMBERED = {
 # What is shown beside an honest step: another release, or what comes of one with little noise.
 
 
-def key_carried_in_words(at):
-    """A loop that begins with zeros carries the words of a key, and returns them a turn later."""
-    words = key_data(at.keys[0])
-    noisy = with_noise(last_of(at.grads), at.keys[0], 9 * STDDEV)
-    return noisy, lax.scan(lambda c, _: (words, c), jnp.zeros_like(words), None, length=2)[1]
-
-
 RELEASED = {
     # Numbers of the sum that are zero stay zero, and large ones stay large.
     "sum_times_random_numbers": lambda at: last_of(at.grads) * normal(at.keys[0], (2,)),
     # One key for the sum and for zeros, and both leave.
     "zeros_with_one_key": (
-        lambda at: [at.noised(tree, 3 * STDDEV) for tree in (at.grads, scaled(0.0, at.grads))],
+        lambda at: [
+            at.noised(tree, 3 * STDDEV, at.noise.once())
+            for tree in (at.grads, scaled(0.0, at.grads))
+        ],
         WEAK,
     ),
     # Twice the first minus the second is the sum, without noise.
-    "one_key_for_two_deviations": lambda at: [at.noised(at.grads, s * STDDEV) for s in (10, 20)],
-    "key_carried_in_words": (key_carried_in_words, WEAK),
+    "one_key_for_two_deviations": lambda at: [
+        at.noised(at.grads, s * STDDEV, at.noise.once()) for s in (10, 20)
+    ],
 }
 
 # `quiet` is the sum with a millionth of noise. Whoever tries all sums finds it from its traces.
@@ -959,105 +912,37 @@ QUIET = {
 
 
 def from_a_quiet_release(random_of):
-    return beside(lambda at: random_of(with_noise(last_of(at.grads), at.keys[0], 1e-6), at.keys[1]))
+    return beside(lambda at: random_of(with_noise(last_of(at.grads), at.noise, 1e-6), at.keys[1]))
 
 
-# Keys: of steps by a counter in the state, of leaves, of an epoch's turns, and what is carried.
-
-COUNTED = {
-    "one_of_four_keys_by_the_counter": lambda key, step: split(key, 4)[step],
-    "key_from_the_step_alone": lambda key, step: jax.random.key(step),
-    "not_advanced": lambda key, step: split(key)[1],
-    "counter_modulo_two": lambda key, step: fold_in(key, step % 2),
-    "counter_stops_early": lambda key, step: fold_in(key, jnp.where(step < 3, step, 9)),
-    "counter_by_float": lambda key, step: fold_in(key, (0.5 * step).astype(int)),
-    "bits_of_the_counter_dropped": lambda key, step: fold_in(key, step & 255),
-}
-
-KEYS_OF_LEAVES = {
-    "one_key": lambda key, n: [key] * n,
-    "by_ones": lambda key, n: jax.vmap(fold_in, (None, 0))(key, jnp.ones(n, int)),
-    "by_numbers_modulo_two": lambda key, n: [fold_in(key, i % 2) for i in range(n)],
-    # An index that is too large is the last.
-    "behind_the_last": lambda key, n: [
-        lax.dynamic_index_in_dim(split(key), i, keepdims=False) for i in range(n)
-    ],
-    # With JAX's default generator, `split(key)[i]` is `fold_in(key, i)`.
-    "split_and_folded": lambda key, n: [*split(key), fold_in(key, 0), key],
-    "two_splits": lambda key, n: [*split(key), *split(key, 3)][:n],
-    "parent_and_children": lambda key, n: [key, *split(key, n - 1)],
-    "joined": lambda key, n: jnp.concatenate([split(key, 2)] * 2),
-    "stacked_by_a_loop": lambda key, n: lax.map(lambda i: key, jnp.arange(n)),
-}
-
-KEYS_OF_TURNS = {
-    "one_key_for_all_turns": jnp.broadcast_to,
-    "in_pairs": lambda key, n: jax.vmap(fold_in, (None, 0))(key, jnp.arange(n) // 2),
-    "halved": lambda key, n: split(key, 2 * n).reshape(n, 2)[:, 0][::-1],
-}
-
-
-def epoch_keys(keys_of):
-    return epoch_by(lambda at: at.noised(), keys_of=keys_of)
-
-
-def chosen_key(at):
-    """Which of two keys the state carries, a label says: whoever has the keys reads it."""
-    one, other, key = split(at.state.key, 3)
-    return at.noised(key=key), {"key": jnp.where(at.y[0, 0] > 0, one, other)}
-
-
-def carried_every_second_step(at):
-    """In the other steps the key stays, and with it the noise."""
-    carried, key = split(at.state.key)
-    return at.noised(key=key), {"key": jnp.where(at.state.step % 2 == 0, carried, at.state.key)}
-
-
-def drawn_from_and_carried(at):
-    """The key of the noise is the one that the next step splits."""
-    carried, _ = split(at.state.key)
-    return at.noised(key=carried), {"key": carried}
-
-
-def counter_of_short_noisy_sums(at):
-    """The counter moves when the noisy sum is short: if it is not, the noise comes again."""
-    noisy = at.noised(key=fold_in(at.state.key, at.state.step))
-    return noisy, {"step": at.state.step + (norm(noisy) < 1)}
+# What the state carries.
 
 
 def sum_of_steps(at):
     """The state's sum of raw sums gets the noise of one step in each step."""
-    carried, key = split(at.state.key)
     total = added(at.state.kept, at.sum())
-    return with_noise(total, key), {"key": carried, "kept": total}
+    return at.noised(total), {"kept": total}
 
 
 def noise_of_the_step_before(at):
     """Correlated noise by hand: this step's noise is subtracted in the next, and is kept."""
-    carried, key = split(at.state.key)
-    grads = at.sum()
-    noise = noise_alone(grads, key)
-    return added(grads, noise, scaled(-0.9, at.state.kept)), {"key": carried, "kept": noise}
+    own = noise(at)
+    return added(at.sum(), own, scaled(-0.9, at.state.kept)), {"kept": own}
+
+
+def every_second_step(at):
+    """In the other steps the stream stays, and with it the noise."""
+    noisy, is_even = at.noised(), at.state.step % 2 == 0
+    return noisy, {"stream": where(is_even, at.noise.state, at.state.stream)}
 
 
 CARRYING = {
-    "chosen_key": chosen_key,
-    "carried_every_second_step": carried_every_second_step,
-    # At step 0 the key of the noise is the key that the state carries on.
-    "carried_and_counted": lambda at: (
-        at.noised(key=fold_in(at.state.key, at.state.step)),
-        {"key": split(at.state.key)[0]},
-    ),
-    "drawn_from_and_carried": drawn_from_and_carried,
-    "counter_not_advanced": lambda at: (
-        at.noised(key=fold_in(at.state.key, at.state.step)),
-        {"step": at.state.step},
-    ),
-    "counter_of_short_noisy_sums": counter_of_short_noisy_sums,
-    # The state carries two keys and exchanges them: every second step has the same noise.
-    "exchanged_keys": (
-        lambda at: (at.noised(key=at.state.key), {"key": at.state.kept, "kept": at.state.key}),
-        jax.random.key(4),
+    "not_advanced": lambda at: (at.noised(), {"stream": at.state.stream}),
+    "carried_every_second_step": every_second_step,
+    # The state carries two streams and exchanges them.
+    "exchanged_streams": (
+        lambda at: (at.noised(), {"stream": at.state.kept, "kept": at.noise.state}),
+        dp.noise_stream(key=SECRET + 1),
     ),
     "sum_of_steps": (sum_of_steps, zero_sums()),
     "noise_of_the_step_before": (noise_of_the_step_before, zero_sums()),
@@ -1098,6 +983,129 @@ KEPT_NOISE = {
     "words_of_kept_noise_exchanged": lambda before, after: (([one[::-1] for one in after[0]],),),
 }
 
+# Steps that earlier checks called fine.
+
+CONSTANT, STREAM = jax.random.key(0), dp.noise_stream(key=SECRET)
+INDEX, OTHER_INDEX = jnp.arange(5), jnp.arange(5)[::-1]
+TABLES = {"batch": (XS, YS, INDEX, OTHER_INDEX, jnp.zeros(5, bool)), "private": (2, 3, 4, 5, 6)}
+
+
+def of_tables(chosen):
+    """The engine on rows that `chosen(x, y, index, other)` looks up in the data set."""
+
+    def noisy(at):
+        x, y = chosen(at.x, at.y, at.mask, at.more[0])
+        return at.noised(at.use(x=x, y=y, mask=at.more[1]).sum())
+
+    return step_of(noisy, **TABLES)
+
+
+def rows_of_a_user():
+    """Four rows of a user are clipped one by one, and the plan's unit is the user."""
+    plan = dp.PrivacyPlan(0.5, 10, 1.2, 1e-5, unit=dp.Users(np.arange(8) // 4, 4))
+    return chained(plan=plan)
+
+
+def with_noise_taken_back(model, x, y):
+    """The gradient of the second term is minus the noise, of a constant key."""
+    params = params_of(model)
+    drawn, _ = dp.add_noise(scaled(0.0, params), STREAM, STDDEV)
+    terms = leafwise(lambda p, n: jnp.sum(p * n), params, drawn)
+    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
+
+
+def drawn_with_a_constant(model, x, y):
+    terms = leafwise(lambda p: jnp.sum(p * normal(CONSTANT, p.shape)), params_of(model))
+    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
+
+
+def stopped_in_a_loop(model, x, y):
+    """How many turns a loop takes, an example says, and after five it stops the run."""
+
+    def turn(carry):
+        value, i = carry
+        i = eqx.error_if(i, i > 5, "too many turns")
+        return 0.5 * value, i + 1
+
+    x, _ = lax.while_loop(lambda carry: jnp.sum(carry[0] ** 2) > 1, turn, (x, 0))
+    return squared_error(model, lax.stop_gradient(x), y)
+
+
+class Sized(eqx.Module):
+    x: jax.Array
+    size: int = eqx.field(static=True)
+
+
+def of_a_batch(divided, batch):
+    """A batch that is one argument; `divided(noisy, batch)` is released."""
+
+    def step(model, state, batch):
+        at, state = at_hand(model, state, batch["x"], jnp.zeros((SLOTS, CLASSES)), batch["mask"])
+        noisy = divided(at.noised(), batch)
+        return updated(model, state._replace(stream=at.noise.state), noisy)
+
+    return by_hand(step, batch=({"x": XS, "mask": MASK} | batch,), private=(2,))
+
+
+def data_set_closed_over():
+    """All rows are constants; the sampler says how many there are."""
+    everything = np.random.default_rng(0).normal(size=(NUM_EXAMPLES, WIDTH)).astype(np.float32)
+    sampler = PLAN.sampler(NUM_EXAMPLES, seed=1)
+    return prepared_by(
+        lambda at: at.use(x=at.x - jnp.mean(everything, 0)), more={"sampler": sampler}
+    )
+
+
+ROUND = {
+    "mask_and_false": lambda at: at.use(mask=at.mask & False),
+    "mask_of_missing_numbers": lambda at: at.use(mask=jnp.isnan(at.x[:, 0])),
+    "mask_where_it_is_so": lambda at: at.use(mask=jnp.where(at.mask, False, at.mask)),
+    "labels_as_a_mask": lambda at: at.use(mask=at.y[:, 0] > 0),
+    "weights_of_bytes": lambda at: at.times(
+        lax.bitcast_convert_type(jnp.broadcast_to(1.0 * at.state.step, 2), jnp.uint8).reshape(-1)
+    ),
+}
+ROUND_TABLES = {
+    "two_indices": lambda x, y, i, p: (x[i], y[p]),
+    "labels_as_indices": lambda x, y, i, p: (x[jnp.abs(y[:5, 0]).astype(int)], y[i]),
+    "floats_as_indices": lambda x, y, i, p: (x[(1.0 * i).astype(int)], y[i]),
+    "an_index_as_a_feature": lambda x, y, i, p: (x[i] * i[:, None], y[i]),
+    "rows_as_they_came_beside_an_index": lambda x, y, i, p: (x[i], y[:5]),
+}
+ROUND_LOSSES = {
+    "noise_taken_back": with_noise_taken_back,
+    "noise_drawn_with_a_constant": drawn_with_a_constant,
+    "stopped_in_a_loop": stopped_in_a_loop,
+}
+ROUND_BESIDE = {
+    "stream_in_metrics": lambda at: {"stream": at.noise.state},
+    "state_in_metrics": lambda at: {"1": at.state._replace(stream=at.noise.state)},
+    "children_of_the_stream": lambda at: split(at.noise.state.key),
+    "loss_under_a_name_that_is_disclosed": (
+        lambda at: {"loss": {"mean": at.values.loss.mean()}, "ok": jnp.ones(())},
+        {"more": {"disclose": ("2.ok",)}},
+    ),
+}
+ROUND_EACH = {
+    "rows_of_a_user": rows_of_a_user,
+    "size_as_a_number": lambda: of_a_batch(
+        lambda noisy, batch: scaled(1 / batch["size"], noisy), {"size": 5}
+    ),
+    "size_as_a_static_field": lambda: of_a_batch(
+        lambda noisy, batch: scaled(1 / batch["more"].size, noisy), {"more": Sized(XS, 5)}
+    ),
+    "size_as_a_text": lambda: of_a_batch(
+        lambda noisy, batch: scaled(1 / len(batch["size"]), noisy), {"size": "aaaaa"}
+    ),
+    "data_set_closed_over": data_set_closed_over,
+    "not_certified": lambda: noised_by(
+        lambda g, noise: with_noise(g, noise, STDDEV, certified=False)
+    ),
+    "another_argument_named": lambda: prepared_by(
+        lambda at: at, jnp.ones(3), private=(5,), more={}
+    ),
+}
+
 LEAKING = cases(
     (with_kept_noise, KEPT_NOISE),
     (beside, BESIDE),
@@ -1116,9 +1124,11 @@ LEAKING = cases(
     (with_a_number, NUMBERED),
     (beside, RELEASED),
     (from_a_quiet_release, QUIET),
-    (counted, COUNTED),
-    (by_leaf, KEYS_OF_LEAVES),
-    (epoch_keys, KEYS_OF_TURNS),
     (carrying, CARRYING),
     (privatizers, PRIVATIZERS),
+    (prepared_by, ROUND),
+    (of_tables, ROUND_TABLES),
+    (of_the_loss, ROUND_LOSSES),
+    (beside, ROUND_BESIDE),
+    (each, ROUND_EACH),
 )

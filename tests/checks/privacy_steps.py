@@ -18,7 +18,6 @@ from jax.random import bernoulli, split
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from eqx_dp.privacy import NoiseStream
 from tests.sharding.losses import mesh_of
 
 SLOTS, WIDTH, CLASSES = 8, 4, 2
@@ -153,44 +152,75 @@ def clipped(loss=squared_error, **options):
     return dp.filter_clipped_grad(loss, **options)
 
 
-def with_noise(grads, key, stddev=STDDEV):
+class Noise:
+    """A stream of noise within a step, and a key for noise by hand; each draw moves it on."""
+
+    def __init__(self, state, key=None):
+        self.state, self.key = state, key
+
+    def chosen(self, which, branches, *operands):
+        """One of several functions of operands and noise; all take the same state."""
+
+        def branch(function):
+            def run(state, *operands):
+                own = Noise(state, self.key)
+                return function(*operands, own), own.state
+
+            return run
+
+        functions = [branch(function) for function in branches]
+        found, self.state = jax.lax.switch(which, functions, self.state, *operands)
+        return found
+
+    def turned(self, function, carry, over=None, length=None):
+        """A scan of `function(carry, slice, noise)`, which gives the next carry."""
+
+        def turn(carry, slices):
+            own = Noise(carry[1], self.key)
+            return (function(carry[0], slices, own), own.state), None
+
+        (carry, self.state), _ = jax.lax.scan(turn, (carry, self.state), over, length)
+        return carry
+
+    def once(self):
+        """Another one that begins where this one is."""
+        return Noise(self.state, self.key)
+
+
+def with_noise(grads, noise, stddev=STDDEV, **options):
     """Independent normal noise for every number; a traced deviation is for noise by hand."""
     if isinstance(stddev, jax.core.Tracer):
-        return with_normals(grads, key, stddev)
-    return dp.add_noise(grads, begun(key), stddev)[0]
+        return with_normals(grads, noise, stddev)
+    noisy, noise.state = dp.add_noise(grads, noise.state, stddev, **options)
+    return noisy
 
 
-def begun(key):
-    """A stream of noise at its beginning, of a key of any kind."""
-    zero = jnp.zeros((), jnp.uint32)
-    return NoiseStream(key, (zero, zero))
-
-
-def with_normals(grads, key, stddev=STDDEV, draw=jax.random.normal):
+def with_normals(grads, noise, stddev=STDDEV, draw=jax.random.normal):
     """The same noise by hand, from a key for every leaf."""
     leaves, structure = jax.tree.flatten(grads)
-    keys = split(key, len(leaves))
+    keys = split(noise.key, len(leaves))
     noisy = [a + stddev * draw(k, a.shape) for a, k in zip(leaves, keys, strict=True)]
     return structure.unflatten(noisy)
 
 
-def noise_alone(grads, key, stddev=STDDEV):
-    return with_noise(jax.tree.map(jnp.zeros_like, grads), key, stddev)
+def noise_alone(grads, noise, stddev=STDDEV):
+    return with_noise(jax.tree.map(jnp.zeros_like, grads), noise, stddev)
 
 
 class State(NamedTuple):
     """What a step by hand carries beside the model."""
 
     opt: Any
+    stream: Any
     key: Any
     step: Any
     kept: Any = None
 
 
-def first_state(model=None, optimizer=OPTIMIZER, key=None, kept=None):
+def first_state(model=None, optimizer=OPTIMIZER, kept=None):
     params = params_of(mlp() if model is None else model)
-    key = jax.random.key(3) if key is None else key
-    return State(optimizer.init(params), key, jnp.zeros((), jnp.int32), kept)
+    stream, step = dp.noise_stream(key=SECRET), jnp.zeros((), jnp.int32)
+    return State(optimizer.init(params), stream, jax.random.key(3), step, kept)
 
 
 def next_key(state):
@@ -206,7 +236,7 @@ def updated(model, state, noisy, optimizer=OPTIMIZER):
 
 
 class At(NamedTuple):
-    """What is at hand in a step: its arguments, and keys for this call alone.
+    """What is at hand in a step: its arguments, its noise, and keys for this call alone.
 
     `values`, `grads`, `noisy` and `new` are of a step that has been taken: what the engine returns,
     the noisy gradient, the next model.
@@ -219,6 +249,7 @@ class At(NamedTuple):
     mask: Any
     more: tuple[Any, ...] = ()
     keys: Any = ()
+    noise: Any = None
     values: Any = None
     grads: Any = None
     noisy: Any = None
@@ -230,10 +261,10 @@ class At(NamedTuple):
         grad_fn = clipped(loss, **options)
         return grad_fn(model, self.x, self.y, key=key, is_padding_example=self.mask)
 
-    def noised(self, tree=None, stddev=STDDEV, key=None):
-        """A tree, or the clipped sum, with noise from the first of the keys."""
+    def noised(self, tree=None, stddev=STDDEV, noise=None):
+        """A tree, or the clipped sum, with noise of the step's stream."""
         tree = self.sum() if tree is None else tree
-        return with_noise(tree, self.keys[0] if key is None else key, stddev)
+        return with_noise(tree, self.noise if noise is None else noise, stddev)
 
     def use(self, **parts):
         """The same with another `x`, `y` or `mask`."""
@@ -302,14 +333,22 @@ def with_kept_noise(told=lambda before, after: (after,)):
     return by_hand(step, state=(noise.init(zero_sums()), first_state()), plan=plan)
 
 
+def at_hand(model, state, *batch):
+    """What is at hand, and the state that carries another key."""
+    carried, *keys = split(state.key, 5)
+    x, y, mask, *more = batch
+    noise = Noise(state.stream, keys[0])
+    return At(model, state, x, y, mask, more, keys, noise), state._replace(key=carried)
+
+
 def step_of(noisy_of, **named):
     """`noisy_of(at)` gives what the optimizer gets, or that and results to return."""
 
-    def step(model, state, x, y, mask, *more):
-        carried, *keys = split(state.key, 5)
-        found = noisy_of(At(model, state, x, y, mask, more, keys))
+    def step(model, state, *batch):
+        at, state = at_hand(model, state, *batch)
+        found = noisy_of(at)
         noisy, *shown = found if type(found) is tuple else (found,)
-        return *updated(model, state._replace(key=carried), noisy), *shown
+        return *updated(model, state._replace(stream=at.noise.state), noisy), *shown
 
     return by_hand(step, **named)
 
@@ -320,12 +359,12 @@ def with_a_number(noisy_of, number=0):
 
 
 def noised_by(noisy_of, grad_fn=None, **named):
-    """`noisy_of(grads, key)` stands for adding the noise."""
+    """`noisy_of(grads, noise)` stands for adding the noise."""
     grad_fn = clipped() if grad_fn is None else grad_fn
 
     def noisy(at):
         grads = grad_fn(at.model, at.x, at.y, is_padding_example=at.mask)
-        return noisy_of(grads, at.keys[0])
+        return noisy_of(grads, at.noise)
 
     return step_of(noisy, **named)
 
@@ -337,31 +376,27 @@ def prepared_by(prepare, argument=None, **named):
     return step_of(lambda at: at.noised(prepare(at).sum()), **named)
 
 
-def carrying(noisy_of, kept=None, key=None):
+def carrying(noisy_of, kept=None):
     """`noisy_of(at)` gives the noisy gradient, and what else of the state changes."""
 
     def step(model, state, x, y, mask):
-        noisy, changes = noisy_of(At(model, state, x, y, mask))
+        at = At(model, state, x, y, mask, noise=Noise(state.stream))
+        noisy, changes = noisy_of(at)
         model, after = updated(model, state, noisy)
-        return model, after._replace(**changes)
+        return model, after._replace(**{"stream": at.noise.state} | changes)
 
-    return by_hand(step, state=first_state(key=key, kept=kept))
-
-
-def counted(key_of, **named):
-    """The noise's key is `key_of(key, step)`; the key in the state stays as it is."""
-    return carrying(lambda at: (at.noised(key=key_of(at.state.key, at.state.step)), {}), **named)
+    return by_hand(step, state=first_state(kept=kept))
 
 
 def _taken(model, state, x, y, mask):
     """An honest step that has been taken."""
     options = {"l2_clip_norm": 1.0, "normalize_by": EXPECTED}
     grad_fn = dp.filter_value_and_clipped_grad(squared_error, **options)
-    carried, noise_key, *keys = split(state.key, 4)
+    at, state = at_hand(model, state, x, y, mask)
     values, grads = grad_fn(model, x, y, is_padding_example=mask)
-    noisy = with_noise(grads, noise_key)
-    new, state = updated(model, state._replace(key=carried), noisy)
-    return At(model, state, x, y, mask, (), keys, values, grads, noisy, new)
+    noisy = with_noise(grads, at.noise)
+    new, after = updated(model, state, noisy)
+    return at._replace(state=after, values=values, grads=grads, noisy=noisy, new=new)
 
 
 def beside(shown_of, **named):
@@ -369,7 +404,8 @@ def beside(shown_of, **named):
 
     def step(*args):
         at = _taken(*args)
-        return at.new, at.state, shown_of(at)
+        shown = shown_of(at)
+        return at.new, at.state._replace(stream=at.noise.state), shown
 
     return by_hand(step, **named)
 
@@ -379,7 +415,8 @@ def keeping(kept_of, first, **named):
 
     def step(*args):
         at = _taken(*args)
-        return at.new, at.state._replace(kept=kept_of(at.state.kept, at))
+        kept = kept_of(at.state.kept, at)
+        return at.new, at.state._replace(kept=kept, stream=at.noise.state)
 
     return by_hand(step, state=first_state(kept=first), **named)
 
@@ -406,33 +443,29 @@ def with_optimizer(optimizer, grad_fn=None, model=None, takes_key=False, **named
     return by_hand(step, model=model, state=state, **named)
 
 
-def epoch_by(noisy_of, count=3, keys_of=split):
-    """A scan over stacked batches; `noisy_of(at)` may also give what of the state changes.
-
-    A turn's key is one of `keys_of(key, count)`, of a key of the state.
-    """
+def epoch_by(noisy_of, count=3, **named):
+    """A scan over stacked batches; `noisy_of(at)` may also give what of the state changes."""
     params, static = eqx.partition(mlp(), eqx.is_inexact_array)
 
     def epoch(params, state, xs, ys, masks):
-        key, state = next_key(state)
-
         def turn(carry, batch):
             params, state = carry
-            *batch, key = batch
-            found = noisy_of(At(eqx.combine(params, static), state, *batch, keys=[key]))
+            at, state = at_hand(eqx.combine(params, static), state, *batch)
+            found = noisy_of(at)
             noisy, changes = found if type(found) is tuple else (found, {})
-            params, state = updated(params, state, noisy)
+            params, state = updated(params, state._replace(stream=at.noise.state), noisy)
             return (params, state._replace(**changes)), None
 
-        batches = (xs, ys, masks, keys_of(key, count))
-        return jax.lax.scan(turn, (params, state), batches)[0]
+        return jax.lax.scan(turn, (params, state), (xs, ys, masks))[0]
 
     batch = tuple(jnp.stack([leaf] * count) for leaf in data())
-    return by_hand(epoch, model=params, state=first_state(params), batch=batch)
+    return by_hand(epoch, model=params, state=first_state(params), batch=batch, **named)
 
 
-def noised_after(params, state, result, key, stddev=STDDEV):
-    return updated(params, state, with_noise(result, key, stddev))
+def noised_after(params, state, result, stddev=STDDEV):
+    noise = Noise(state.stream)
+    noisy = with_noise(result, noise, stddev)
+    return updated(params, state._replace(stream=noise.state), noisy)
 
 
 def over_devices(part, stddev=STDDEV, mesh=None, batch="data", out=None, finish=noised_after):
@@ -443,8 +476,8 @@ def over_devices(part, stddev=STDDEV, mesh=None, batch="data", out=None, finish=
     params, static = eqx.partition(mlp(), eqx.is_array)
     finish = functools.partial(finish, stddev=stddev) if finish is noised_after else finish
 
-    def of_a_device(params, key, *batch):
-        return part(At(eqx.combine(params, static), None, *batch, keys=[key]))
+    def of_a_device(params, stream, *batch):
+        return part(At(eqx.combine(params, static), None, *batch, noise=Noise(stream)))
 
     # Unchecked, a gradient stays on its device.
     mapped = jax.shard_map(
@@ -456,21 +489,10 @@ def over_devices(part, stddev=STDDEV, mesh=None, batch="data", out=None, finish=
     )
 
     def step(params, state, x, y, mask):
-        key, state = next_key(state)
-        return finish(params, state, mapped(params, key, x, y, mask), key)
+        return finish(params, state, mapped(params, state.stream, x, y, mask))
 
     return by_hand(step, model=params, state=first_state(params))
 
 
 def psum(tree):
     return jax.lax.psum(tree, "data")
-
-
-def by_leaf(keys_of):
-    """Noise leaf by leaf, with keys that `keys_of(key, number of leaves)` gives."""
-
-    def noisy(grads, key):
-        leaves, structure = jax.tree.flatten(grads)
-        return structure.unflatten(map(with_noise, leaves, keys_of(key, len(leaves))))
-
-    return noised_by(noisy)

@@ -1,0 +1,95 @@
+"""Masks and indices: what is still the argument as it came."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from ..programs import UNCHANGED
+from .facts import Fact, Place, Row, value_of, whole_number
+from .flow import dtype_of, shape_of
+
+Role: TypeAlias = tuple[Any, ...]
+"""One of these, or () for none:
+
+| role | the value |
+|---|---|
+| `("mask",)` | is True wherever the step's mask argument is |
+| `("index", name)` | is the integer argument `name` |
+| `("negative", name)` | says where it is negative |
+| `("behind", name, n)` | is it plus n |
+| `("wrapped", name, n)` | is it, plus n where it is negative |
+| `("total", loop, i)` | is the i-th value that a loop carries, at the beginning of a turn |
+| `("added", loop, i)` | is that plus clipped sums of the turn |
+"""
+
+MASK: Role = ("mask",)
+_SHAPED = UNCHANGED | {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
+
+
+def role_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Role:
+    """The role of a result."""
+    name = equation.primitive.name
+    if dtype_of(equation.outvars[0]) == np.bool_ and (found := _mask(name, inputs)):
+        return found
+    first = inputs[0].role if inputs else ()
+    by = whole_number(inputs[1]) if len(inputs) > 1 else None
+    match name, first:
+        case "lt", ("index", who) if by == 0:
+            return "negative", who
+        case "add", ("index", who) if by is not None:
+            return "behind", who, by
+        case "select_n", ("negative", who):
+            plain, behind = (fact.role for fact in inputs[1:])
+            is_so = plain == ("index", who) and behind[:2] == ("behind", who)
+            return ("wrapped", who, behind[2]) if is_so else ()
+        case "convert_element_type", ("index" | "wrapped" | "behind", *_):
+            is_wide = equation.params["new_dtype"] in (jnp.int32, jnp.int64)
+            return first if is_wide else ()
+        case _, ("index" | "wrapped" | "behind" | "negative", *_) if name in _SHAPED:
+            return first
+        case _:
+            return ()
+
+
+def _mask(name: str, inputs: Sequence[Fact]) -> Role:
+    """Whether a boolean value is True wherever the mask is."""
+    is_so = [fact.role == MASK or _is_true(fact) for fact in inputs]
+    if name == "or":
+        return MASK if any(is_so) else ()
+    if name == "and" or name in _SHAPED or name == "convert_element_type":
+        return MASK if all(is_so) else ()
+    if name == "select_n":
+        return MASK if all(is_so[1:]) else ()
+    return ()
+
+
+def _is_true(fact: Fact) -> bool:
+    value = value_of(fact)
+    return value is not None and np.asarray(value).dtype == bool and bool(np.all(value))
+
+
+def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | None:
+    """What entries depend on that are looked up in private rows by an argument that came so.
+
+    A row then belongs to the example of its index. There are other numbers of indices than of rows:
+    otherwise entry i of the indices would belong to row i.
+    """
+    values, index = inputs[0], inputs[1]
+    numbers, shape = equation.params["dimension_numbers"], shape_of(equation.outvars[0])
+    rows = (*shape_of(equation.invars[0]), 0)[0]
+    is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
+    kind, name, behind, *_ = (*index.role, "", "", 0)
+    is_known = kind == "index" or (kind == "wrapped" and behind == rows)
+    is_whole = values.places[:1] == (Row(rows, 0),)
+    its_own = [place for place in index.places if isinstance(place, Row)]
+    is_other = all(place.length != rows for place in its_own)
+    if not (is_row and is_known and is_whole and is_other) or numbers.operand_batching_dims:
+        return None
+    found: list[Place] = [None] * len(shape)
+    for dim, to in enumerate(d for d in range(len(shape)) if d not in numbers.offset_dims):
+        place = dict(enumerate(index.places)).get(dim)
+        found[to] = place._replace(index=name) if isinstance(place, Row) else None
+    return tuple(found)
