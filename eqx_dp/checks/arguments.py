@@ -1,6 +1,5 @@
 """A step's arguments: which ones hold private data, which is the mask, which are results again."""
 
-import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -131,49 +130,26 @@ def masks_among(arguments: Sequence[Argument], is_private: Sequence[bool]) -> se
 def statics_among(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], entries: Iterable[Any]
 ) -> list[str]:
-    """What is no array in private arguments: numbers, texts, static fields. They are in no program.
+    """What is no array in private arguments, and is no argument of the program.
 
-    Returns:
-        The dotted paths of those that would be constants of the step.
+    Numbers and texts are not, and a node of a tree that is no tuple, list or dict may hold some.
     """
     parameters, found = _parameters(fn), list[str]()
-    named = [str(entry) for entry in entries]
-    for (where, at, *rest), leaf in tree_leaves_with_path((tuple(args), dict(kwargs))):
+    nodes = tree_leaves_with_path((tuple(args), dict(kwargs)), is_leaf=_is_other)
+    for (where, at, *rest), node in nodes:
         tail = dotted(tuple(rest))
         names = [f"{head}.{tail}" if tail else head for head in _heads(where, at, parameters)]
-        if any(_is_under(names, entry) for entry in named) and not is_array_or_shape(leaf):
+        is_around = any(_is_under([str(entry)], name) for entry in entries for name in names)
+        is_within = any(_is_under(names, str(entry)) for entry in entries)
+        if (is_around or is_within) and not is_array_or_shape(node):
             found.append(names[-1])
-    whole = {**dict(enumerate(args)), **kwargs}
-    for at, value in whole.items():
-        names = [str(at)]
-        if isinstance(at, int) and at < len(parameters):
-            names.append(parameters[at])
-        parts = [entry for entry in named if any(f"{entry}.".startswith(f"{n}.") for n in names)]
-        nodes = _static_fields(value) if parts else []
-        found += [f"{names[-1]} ({field})" for field in nodes]
     return found
 
 
-def _static_fields(tree: Any) -> list[str]:
-    """Fields of the nodes of a tree that hold no children, and are part of its structure."""
-    found = list[str]()
-
-    def look(node: Any) -> bool:
-        plain = (tuple, list, dict, type(None))
-        if isinstance(node, plain) or is_array_or_shape(node):
-            return False
-        if dataclasses.is_dataclass(node):
-            found.extend(
-                f"{type(node).__name__}.{field.name}"
-                for field in dataclasses.fields(node)
-                if field.metadata.get("static") or not field.metadata.get("pytree_node", True)
-            )
-        elif not jax.tree_util.all_leaves([node]):
-            found.append(type(node).__name__)
-        return False
-
-    jax.tree_util.tree_leaves(tree, is_leaf=look)
-    return found
+def _is_other(node: Any) -> bool:
+    """Whether a node of a tree is none of the plain ones."""
+    is_plain = node is None or isinstance(node, tuple | list | dict)
+    return not is_plain and not jax.tree_util.all_leaves([node])
 
 
 # Results that are arguments of the next call: the state that a step carries.

@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..gradients import Mark
+from ..precision.stages import stage_of
 from ..privacy import NoiseMark
 from ..programs import Call, Cond, While, equations, inside, is_as_marked, mark_on, named
 from ..programs import programs_of as programs_in
@@ -212,8 +213,10 @@ class _Doors(Flow[_Value]):
         if isinstance(mark_on(equation), NoiseMark):
             what = "noise is added within the loss"
             self.record.note(context, "noise", what, _AFTERWARDS, is_decided=False)
-        is_cond = isinstance(held, Cond) and inputs[0].is_private
-        if is_cond or (isinstance(held, While) and self.joined(inputs).is_private):
+        is_steered = isinstance(held, Cond) and inputs[0].is_private
+        if isinstance(held, While) and stage_of(context.scope) == "loss":  # not the engine's own
+            is_steered = self.joined(inputs).is_private
+        if is_steered:
             for inner in (one for body in programs_in(equation) for one in equations(body)):
                 if inner.primitive.name in DOORS:
                     self.record.door(context.at(inner), inner)

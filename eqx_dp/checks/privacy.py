@@ -159,30 +159,39 @@ def check_privacy(
     names = [dotted(path) or "the result" for path, _ in tree_leaves_with_path(results)]
     is_disclosed = _named_by("disclose", disclose, names)
     is_kept = _named_by("kept", kept, names)
-    returns = coming_back(args, kwargs, results)
-    masks = masks_among(arguments, is_private)
+    is_row = [any(either) for either in zip(is_private, has_rows, strict=True)]
+    back_at = coming_back(args, kwargs, results)
+    returns = [None if at is None or is_row[at] else at for at in back_at]
+    masks = masks_among(arguments, is_row)
 
     def followed(back: dict[int, Fact]) -> tuple[PrivacyFlow, list[Fact]]:
         facts = [
-            _rowwise(argument, i in masks)
-            if is_private[i] or has_rows[i]
-            else back.get(i) or _public(i, argument)
+            _rowwise(argument, i in masks) if is_row[i] else back.get(i) or _public(i, argument)
             for i, argument in enumerate(arguments)
         ]
         flow = PrivacyFlow()
         line_of = functools.partial(users_line, within="check_privacy")
         return flow, flow.program(program, facts, Context(line_of=line_of))
 
+    def coming(found: list[Fact], which: Sequence[bool]) -> dict[int, Fact]:
+        """The facts about arguments that private results come back as, if not known before."""
+        return {
+            at: private_fact("kept", f"argument {arguments[at].names[-1]}")
+            for fact, at, is_meant in zip(found, returns, which, strict=True)
+            if is_meant and at is not None and not fact.is_public and at not in back
+        }
+
     back, (flow, found) = dict[int, Fact](), followed({})
-    while now := {
-        at: private_fact("kept", f"argument {arguments[at].names[-1]}")
-        for fact, at, its in zip(found, returns, is_kept, strict=True)
-        if its and at is not None and not fact.is_public and at not in back
-    }:
+    while now := coming(found, is_kept):
         back |= now
         flow, found = followed(back)
+    # Values that are not named must not reach the model of the next call.
+    others = coming(found, [not one for one in is_disclosed])
+    later = followed(back | others)[0].record.found if others else ()
+    reaches = any(finding.rule == "release" for finding in later)
     known = [*map(Result, names, found, returns, is_disclosed, is_kept)]
-    step = TracedStep(flow.record, arguments, known, _same_keys(arguments, flow.record.constants))
+    same = _same_keys(arguments, flow.record.constants)
+    step = TracedStep(flow.record, arguments, known, same, reaches)
     of_data = getattr(fn, "_num_examples", None) if sampler is None else sampler.num_examples
     entries = (private,) if isinstance(private, int | str) else tuple(private)
     _check_statics(flow, statics_among(fn, args, kwargs, entries))

@@ -26,17 +26,9 @@ Layout: TypeAlias = Sequence[Sequence[From]]
 """For each operand: for each dimension of the result, where it comes from."""
 
 _Shape: TypeAlias = tuple[int, ...]
-_ENTRIES = (
-    ENTRY_BY_ENTRY
-    | UNCHANGED
-    | named(
-        """nextafter xor real imag complex conj shift_left shift_right_logical clz
-    shift_right_arithmetic population_count"""
-    )
-)
+_ENTRIES = ENTRY_BY_ENTRY | UNCHANGED | named("nextafter xor real imag")
 _REDUCED = named("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 _ALONG_AXIS = named("cumsum cumprod cummax cummin cumlogsumexp")
-_OF_MATRICES = named("cholesky lu qr eigh svd triangular_solve")
 _WINDOWS = named("reduce_window_sum reduce_window_max reduce_window_min")
 
 
@@ -130,20 +122,6 @@ def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     return [found, of_index]
 
 
-def _scatter(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    """Dimensions that the updates cover as a whole, and nobody indexes."""
-    numbers = params["dimension_numbers"]
-    of_operand: list[From] = [None] * len(shape)
-    of_updates: list[From] = [None] * len(shape)
-    dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    windows = [d for d in range(len(shape)) if d not in dropped]
-    for own, dim in zip(numbers.update_window_dims, windows, strict=True):
-        is_whole = dim not in numbers.scatter_dims_to_operand_dims
-        if is_whole and shapes[2][own] == shape[dim]:
-            of_operand[dim], of_updates[dim] = dim, own
-    return [of_operand, (ALL,) * len(shape), of_updates]
-
-
 _Rule: TypeAlias = Callable[[Any, list[_Shape], _Shape], Layout]
 _RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
@@ -152,8 +130,6 @@ _RULES: dict[str, _Rule] = {
     "tile": _cut,
     "dynamic_update_slice": _update,
     "gather": _gather,
-    "scatter": _scatter,
-    "scatter-add": _scatter,
     "stack": _stack,
     "dot_general": _product,
     "conv_general_dilated": _convolution,
@@ -166,9 +142,6 @@ _RULES: dict[str, _Rule] = {
     "split": lambda params, shapes, shape: _but([params["axis"]], shapes, shape),
     "sort": lambda params, shapes, shape: _but([params["dimension"]], shapes, shape),
     "top_k": lambda params, shapes, shape: _but([len(shape) - 1], shapes, shape),
-    "fft": lambda params, shapes, shape: _but(
-        range(len(shape) - len(params["fft_lengths"]), len(shape)), shapes, shape
-    ),
     "pad": lambda params, shapes, shape: _but(
         [d for d, edges in enumerate(params["padding_config"]) if any(edges)], shapes[:1], shape
     ),

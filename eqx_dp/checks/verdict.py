@@ -43,12 +43,14 @@ class TracedStep(NamedTuple):
         arguments: its arrays.
         results: its results.
         same: pairs of names: streams, and what holds the same key.
+        reaches_model: whether unnamed values in the state reach the next call's model.
     """
 
     record: Record
     arguments: Sequence[Argument]
     results: Sequence[Result]
     same: Sequence[tuple[str, str]]
+    reaches_model: bool
 
 
 def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
@@ -63,6 +65,11 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
             found.append(Finding("padding", what, line, _GIVE_MASK, is_none))
         elif plan is None:
             notes.append(f"filter_clipped_grad is given no mask at {line}: no row may be padding")
+    if plan is not None and not record.releases and not found and plan.noise_multiplier > 0:
+        lines = " and ".join(record.of_public) or "the step"
+        where = "; filter_clipped_grad gets no private argument" if record.of_public else ""
+        text = f"no clipped sum is released with noise{where}"
+        found.append(Finding("noise", text, lines, _NAME_DATA, is_decided=False))
     if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
         notes.append("there is more noise than the plan accounts for")
     if any(source.batches for source in record.sources.values()):
@@ -119,7 +126,8 @@ def _leaving(step: TracedStep) -> list[Finding]:
         is_allowed = result.is_disclosed or (result.is_kept and result.returns is not None)
         is_secret = fact.reach.reason == "secret"
         if not fact.is_public and not is_told and (is_secret or not is_allowed):
-            leaving[_how(fact, result.returns is not None)].append(result.name)
+            stays = result.returns is not None and not step.reaches_model
+            leaving[_how(fact, stays)].append(result.name)
     return [
         finding._replace(found=f"result{'s' * (len(names) > 1)} {some(names, 3)}: {finding.found}")
         for finding, names in leaving.items()
@@ -164,11 +172,6 @@ def _against_plan(
     record: Record, plan: PrivacyPlan | None, multiplier: float, steps: int
 ) -> list[Finding]:
     releases, found = [*record.releases.values()], list[Finding]()
-    if plan is not None and not releases and not record.found and plan.noise_multiplier > 0:
-        lines = " and ".join(record.of_public) or "the step"
-        where = "; filter_clipped_grad gets no private argument" if record.of_public else ""
-        text = f"no clipped sum is released with noise{where}"
-        found.append(Finding("noise", text, lines, _NAME_DATA, is_decided=False))
     if plan is None or not releases or any(finding.rule == "noise" for finding in record.found):
         return found
     lines = " and ".join(dict.fromkeys(release.context.line for release in releases))

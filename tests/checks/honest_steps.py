@@ -50,6 +50,7 @@ from tests.checks.privacy_steps import (
     mlp,
     noise_alone,
     noised_by,
+    over_devices,
     params_of,
     plan_under,
     prepared_by,

@@ -663,7 +663,7 @@ NOISED_BY = {
     # The noise is divided by the expected batch size, and the gradient is not.
     "gradient_scaled_before_the_noise": lambda g, k: with_noise(scaled(10.0, g), k),
     "noise_in_proportion": lambda g, k: with_noise(g, k, STDDEV * norm(g)),
-    "constant_key": lambda g, k: with_noise(g, Noise(dp.noise_stream(key=7))),
+    "constant_key": lambda g, k: with_noise(g, Noise(STREAM)),
     # One key for the sum and for zeros: the difference has no noise.
     "noise_of_zeros_subtracted": lambda g, k: minus(with_noise(g, k.once()), noise_alone(g, k)),
     # The derivative of `sum + noise` in the sum's direction is the sum.
