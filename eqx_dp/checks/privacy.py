@@ -232,11 +232,11 @@ def _same_keys(arguments: Sequence[Argument], constants: Sequence[Any]) -> list[
     """Streams whose key another argument, or a constant of the step, holds as well."""
     found, keys = list[tuple[str, str]](), dict[bytes, str]()
     for argument in arguments:
-        is_stream = argument.stream is not None and argument.stream[1] == 0
-        if is_stream and eqx.is_array(argument.leaf):
-            words, name = _words(argument.leaf), argument.names[-1]
-            found += [(keys[words], name)] if words in keys else []
-            keys[words] = name
+        if argument.stream is not None and argument.stream[1] == 0 and eqx.is_array(argument.leaf):
+            for one in argument.leaf.reshape(-1):  # several, of several models
+                words, name = _words(one), argument.names[-1]
+                found += [(keys[words], name)] if words in keys else []
+                keys[words] = name
     others = [(one.names[-1], one.leaf) for one in arguments if one.stream is None]
     for name, leaf in (*others, *(("a constant of the step", one) for one in constants)):
         is_words = eqx.is_array(leaf) and (is_key(leaf) or leaf.dtype == np.uint32)

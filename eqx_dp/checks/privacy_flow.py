@@ -156,6 +156,7 @@ class PrivacyFlow(Flow[Fact]):
         fact = self._read(fact, context.line)
         is_other = fact.is_public and fact.places[:1] != (EVEN,)
         return fact._replace(
+            role=fact.role if fact.role[:1] in (("mask",), ("index",)) else (),
             places=rows.sliced(fact.places, loop),
             turns=fact.turns | ({loop} if is_other else set()),
             token=streams.in_turn(fact.token),
@@ -202,7 +203,7 @@ class PrivacyFlow(Flow[Fact]):
             if token != first.token:
                 self.record.streams.use(outer, first.token)
             return Fact(token=token)
-        if end.role[:1] == ("added",) and end.sum is not None:
+        if start.role and end.role == ("added", *start.role[1:]) and end.sum is not None:
             return Fact(Reach(Kind.SUM), sum=end.sum._replace(over=None))
         if isinstance(start.token, Counter) and isinstance(end.token, Counter):
             return start._replace(token=end.token, role=())

@@ -19,6 +19,7 @@ from jax.experimental import io_callback
 from jax.random import bernoulli, bits, fold_in, key_data, normal, split, uniform
 
 import eqx_dp as dp
+from tests.checks.honest_steps import ensemble
 from tests.checks.privacy_steps import (
     CLASSES,
     EXPECTED,
@@ -1086,7 +1087,28 @@ ROUND_BESIDE = {
         {"more": {"disclose": ("2.ok",)}},
     ),
 }
+
+
+def last_microbatch_alone(at):
+    """Of two totals that a scan carries, the first is the second plus one microbatch's sum."""
+    parts = leafwise(lambda a: a.reshape(4, 2, *a.shape[1:]), (at.x, at.y, at.mask))
+
+    def turn(carry, part):
+        return (added(carry[1], At(at.model, at.state, *part).sum()), carry[1]), None
+
+    return at.noised(lax.scan(turn, (zero_sums(), zero_sums()), parts)[0][0])
+
+
+def models_with_one_stream():
+    """Two models are mapped over, and their streams are copies of one."""
+    case = ensemble()
+    state = leafwise(lambda a: jnp.stack([a[0], a[0]]), case.args[1])
+    return case._replace(args=(case.args[0], state, *case.args[2:]))
+
+
 ROUND_EACH = {
+    "last_microbatch_alone": lambda: step_of(last_microbatch_alone),
+    "models_with_one_stream": models_with_one_stream,
     "rows_of_a_user": rows_of_a_user,
     "size_as_a_number": lambda: of_a_batch(
         lambda noisy, batch: scaled(1 / batch["size"], noisy), {"size": 5}
