@@ -65,3 +65,74 @@ def test_no_alarm_on_what_is_stored_as_declared(policy, dtype):
     kept(policy, dtype, cast).raise_if_violated()
     rules = (dp.ModuleRule("layers.0", F32),)  # of computing, not of storing
     kept(dataclasses.replace(policy, modules=rules), dtype, cast).raise_if_violated()
+
+
+ROUNDED = dp.parse_policy("p=bf16,c=bf16,a=f32,n=f32,rounding=stochastic")
+KEYS = {
+    "nearest": (lambda root, count: None, "rounded without random bits"),
+    "one key": (lambda root, count: jax.random.key(0), "the same random bits in each step"),
+    "one root": (lambda root, count: root, "the same random bits in each step"),
+    "a key of each step": (jax.random.fold_in, None),
+}
+
+
+@pytest.mark.parametrize(("key_of", "how"), KEYS.values(), ids=KEYS)
+def test_stochastic_rounding_is_done_with_another_key_in_each_step(key_of, how):
+    grad_fn = dp.filter_clipped_grad(models.mlp_loss, l2_clip_norm=1.0, policy=ROUNDED)
+
+    def step(model, state, root, count, *batch):
+        noisy, state = dp.add_noise(grad_fn(model, *batch), state, 1.0)
+        key = key_of(root, count)
+        policy = ROUNDED if key is not None else dataclasses.replace(ROUNDED, rounding="nearest")
+        return dp.apply_updates(model, noisy, policy, key=key), state, root, count + 1
+
+    model, batch = cast(models.mlp().model, BF16), models.mlp().batch(4)
+    args = model, dp.noise_stream(), jax.random.key(1), jnp.zeros((), int), *batch
+    rows = dp.check_precision(step, *args, policy=ROUNDED).violations
+    assert [row[:3] for row in rows] == (
+        [("stored parameters", "rounding stochastic", how)] if how else []
+    )
+
+
+class Norm(eqx.Module):
+    """A norm layer whose code undoes the rule that says float32."""
+
+    weight: jax.Array
+    dtype: type = eqx.field(static=True)
+
+    def __call__(self, x):
+        x = x.astype(self.dtype)
+        return (x * jax.lax.rsqrt(jnp.sum(x * x) + 1e-3)).astype(BF16) * self.weight
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_a_rule_of_float32_that_the_code_undoes(dtype):
+    policy = dataclasses.replace(MIXED, modules=(dp.ModuleRule("norm", F32),))
+    model = {"norm": Norm(jnp.ones(6), dtype), "head": eqx.nn.Linear(6, 2, key=jax.random.key(0))}
+    grad_fn = dp.filter_clipped_grad(
+        lambda model, x: jnp.sum(model["head"](model["norm"](x)) ** 2),
+        l2_clip_norm=1.0,
+        policy=policy,
+    )
+
+    def step(model, state, x):
+        return dp.add_noise(grad_fn(model, x), state, 1.0)
+
+    rows = dp.check_precision(step, model, dp.noise_stream(), jnp.ones((4, 6)), policy=policy)
+    assert {row.found for row in rows.violations} == (
+        {"rsqrt of bfloat16, narrower"} if dtype is BF16 else set()
+    )
+
+
+def test_a_violation_names_the_module():
+    report = kept(MIXED, F32, cast)
+    assert report.ok
+    wide = dataclasses.replace(dp.load_policy("float32"), matmul_precision="highest")
+    grad_fn = dp.filter_clipped_grad(models.mlp_loss, l2_clip_norm=1.0, policy=MIXED)
+
+    def step(model, state, *batch):
+        return dp.add_noise(grad_fn(model, *batch), state, 1.0)
+
+    args = models.mlp().model, dp.noise_stream(), *models.mlp().batch(4)
+    rows = dp.check_precision(step, *args, policy=wide).violations
+    assert any(row.where.endswith(" in model.layers.0") for row in rows)
