@@ -75,12 +75,14 @@ def engine_call(
         record.note(context, "release", found, advice, any(map(is_proven, lost)))
         return unknown
     own, found, advice = _rows_of(shared, batch, mask)
+    if own is not None and own.axes and (keys or own.part):
+        own, found = None, "slots of several devices draw the same numbers, or are microbatches"
     if own is None:
         record.note(context, "examples apart", found, advice, is_decided=False)
         return unknown
     if context.is_final:
         _note_arguments(record, context, own, keys, mask)
-    over = own.turns[-1] if own.part else None
+    over: Hashable = own.turns[-1] if own.part else own.axes or None
     batches = frozenset[Hashable](own.turns[:1] if own.dim == 1 else ())
     for group, bound in enumerate(mark.bounds):
         source = Source(bound, batches, own.length, mark.unit, line)

@@ -32,6 +32,7 @@ class Row(NamedTuple):
         part: if rows were reshaped to (n, m): (n, m, 0) for the first, (n, m, 1) for the second.
         turns: loops that take one entry along the other dimension in each turn.
         index: the integer argument that chose the rows; "" if none did, `ANY` for a mask.
+        axes: mesh axes of a `shard_map` whose devices have a part each.
     """
 
     length: int
@@ -39,6 +40,7 @@ class Row(NamedTuple):
     part: tuple[int, ...] = ()
     turns: tuple[Hashable, ...] = ()
     index: str = ""
+    axes: frozenset[str] = frozenset()
 
     @property
     def is_one_dimension(self) -> bool:
@@ -97,7 +99,8 @@ class Sum(NamedTuple):
     Attributes:
         rows: each of them, as a sum of terms.
         is_exact: whether the bounds are reached.
-        over: the loop over whose turns this is a part of the sum; None if it is whole.
+        over: the loop, or mesh axes, over whose turns or devices this is a part of the sum; None if
+            it is whole.
         is_stacked: whether the parts of that loop's turns are along the first dimension.
     """
 

@@ -97,8 +97,9 @@ def check_privacy(
     - noise in one of two branches: counts as if both branches ran.
     - noise after a nonlinear optimizer: a violation: unbounded.
     - a call that takes several steps in a scan: `steps` of the plan, each on its own batch.
-    - noise drawn by `jax.random.normal`; a sum that other code clipped; another `shard_map`
-      than the engine's: undecided.
+    - sums of devices, added up by `psum` in `shard_map`: one sum, if rows are spread along the
+      axes of the `psum` and devices have one model.
+    - noise drawn by `jax.random.normal`; a sum that other code clipped: undecided.
     - slices of a batch, other gathers, casts of bits, what differs from slot to slot:
       undecided.
     - numbers, texts and static fields in a private argument; private arrays of one host alone:

@@ -592,6 +592,7 @@ HONEST = cases(
     (keeping, KEEPING),
     (prepared_by, PREPARED),
     (each, ROWS),
+    (over_devices, DEVICES),
     (prepared_by, VIEWS),
     (each, MORE),
 )
@@ -659,7 +660,6 @@ UNDECIDED = cases(
     (prepared_by, BY_ROWS),
     (each, BY_LOOPS),
     (noised_by, BY_NORMALS),
-    (over_devices, DEVICES),
 )
 
 
