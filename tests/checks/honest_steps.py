@@ -193,23 +193,6 @@ def loss_with_a_branch(model, x, y):
     return lax.cond(x[0] > 0, lambda e: jnp.sum(e * e), lambda e: jnp.sum(jnp.abs(e)), error)
 
 
-def noise_kept_in_a_loop():
-    """Two steps in a scan, whose carry holds the noise that the privatizer keeps."""
-    case = with_kept_noise()
-    model, state, *batch = case.args
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def turn(carry, batch):
-        model, state = case.fn(eqx.combine(carry[0], static), carry[1], *batch)
-        return (eqx.filter(model, eqx.is_array), state), None
-
-    def epoch(params, state, *batches):
-        return lax.scan(turn, (params, state), batches)[0]
-
-    batches = [jnp.stack([leaf] * 2) for leaf in batch]
-    return case._replace(fn=epoch, args=(params, state, *batches))
-
-
 STATIC_SCALE = dataclasses.replace(
     dp.load_policy("mixed_float16"), loss_scale=dp.LossScale("static", 1024)
 )
@@ -231,7 +214,6 @@ CHAINS = {
     "frozen_layers": lambda: chained(filter_spec=last_layer(mlp())),
     "clip_norms_of_layers": lambda: chained(l2_clip_norm=clip_norms_by_layer(mlp())),
     "noise_that_is_kept": with_kept_noise,
-    "noise_kept_in_a_loop": noise_kept_in_a_loop,
     "loop_over_one_example": lambda: chained(loss=loss_with_a_loop, method="per_example"),
     "branch_on_one_example": lambda: chained(loss=loss_with_a_branch),
     "solver_that_adapts": lambda: chained(loss=loss_with_a_solver, method="per_example"),
@@ -528,8 +510,7 @@ def of_users():
 
 def ensemble():
     """Two models on one batch, by `vmap` of the whole step, with more noise."""
-    noise = dp.gaussian_privatizer(stddev=STDDEV * math.sqrt(2), key=SECRET)
-    grad_fn = clipped()
+    noise, grad_fn = noise_of(0), clipped()
     params, static = eqx.partition(mlp(), eqx.is_inexact_array)
 
     def step(params, state, x, y, mask):

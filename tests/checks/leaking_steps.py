@@ -16,13 +16,12 @@ import optax.contrib
 from dp_accounting import NeighboringRelation
 from jax import lax
 from jax.experimental import io_callback
-from jax.random import bernoulli, bits, fold_in, key_data, normal, split, uniform
+from jax.random import bernoulli, key_data, normal, split, uniform
 
 import eqx_dp as dp
 from tests.checks.honest_steps import ensemble
 from tests.checks.privacy_steps import (
     CLASSES,
-    EXPECTED,
     NUM_EXAMPLES,
     OPTIMIZER,
     PLAN,
@@ -80,7 +79,6 @@ INDICES = {"batch": (XS, YS, NUMBERS)}  # the third argument, as many as there a
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 ROOT = jax.random.key(12)
 NO_PLAN = {"plan": None, "multiplier": 0.0}
-WEAK = {"plan": dp.PrivacyPlan(0.5, 10, 1.0, 1e-5)}
 norm = optax.tree.norm
 
 
@@ -135,18 +133,12 @@ BESIDE = {
 # What is kept in the state of an honest step.
 
 
-def best_model(kept, at):
-    loss = at.losses().mean()
-    return where(loss < kept[1], params_of(at.model), kept[0]), jnp.minimum(loss, kept[1])
-
-
 KEEPING = {
     # The mean loss of the batch is in the state, under a name that the state had before.
     "metrics": (lambda kept, at: {"loss": at.values.loss.mean()}, {"loss": jnp.zeros(())}, {}),
     "least_loss": (lambda kept, at: jnp.minimum(kept, at.values.loss.mean()), jnp.zeros(())),
     # Error feedback: the sum minus the noisy sum is kept, and shows the noise.
     "residual_of_the_noise": (lambda kept, at: minus(at.grads, at.noisy), zero_sums()),
-    "best_model": (best_model, (params_of(mlp()), jnp.float32(jnp.inf))),
 }
 
 
@@ -161,18 +153,10 @@ ON_DEVICES = {
     "signs_of_devices": lambda g: psum(scaled(jnp.where(device() % 2 == 0, 1.0, -1.0), g)),
     # An example that is left out moves the next one to the first device: two change.
     "the_first_device_alone": lambda g: psum(where(device() == 0, g, zero_sums())),
-    # The gathered sums are added on each device, and the devices' equal results once more.
-    "gathered_and_summed": lambda g: psum(leafwise(lambda a: lax.all_gather(a, "data").sum(0), g)),
     # One device's sum: an example that is left out changes two of its examples.
     "one_of_the_gathered_sums": lambda g: leafwise(lambda a: lax.all_gather(a, "data")[3], g),
     # The second mean changes nothing, and the noise is divided by the devices twice.
     "averaged_twice": (lambda g: lax.pmean(lax.pmean(g, "data"), "data"), {"stddev": STDDEV / 64}),
-    # The sum of eight equal means is the sum, and the noise is for a mean.
-    "sum_of_means": (lambda g: psum(lax.pmean(g, "data")), {"stddev": STDDEV / 8}),
-    # `ppermute` gives zeros to devices that nobody sends to: two slots of eight are summed.
-    "parts_of_two_devices_alone": lambda g: psum(lax.ppermute(g, "data", [(0, 0), (1, 1)])),
-    # A loop sums the sum four times: each example counts 8 ** 4 times.
-    "summed_until_it_is_large": lambda g: lax.fori_loop(0, 4, lambda _, g: psum(g), g),
     # In the other branch a device's own part goes on, which stands for two examples.
     "sum_in_one_branch": lambda g: lax.cond(
         psum(jnp.ones(())) > 8, lambda: psum(g), lambda: scaled(1.0, g)
@@ -315,17 +299,6 @@ def printed(model, x, y):
     return value
 
 
-def printed_in_a_loop(model, x, y):
-    """How often a public number is printed, an example says."""
-
-    def turn(c):
-        jax.debug.print("turn {}", 1)
-        return c * 0.5
-
-    x = lax.stop_gradient(lax.while_loop(lambda c: jnp.sum(c * c) > 1, turn, x))
-    return squared_error(model, x, y)
-
-
 def printed_in_a_branch(model, x, y):
     """That a public number is printed tells of an example."""
     lax.cond(x[0] > 0, lambda: jax.debug.print("{}", 1), lambda: None)
@@ -342,7 +315,6 @@ spy.defvjp(lambda x: (x, None), lambda _, g: (jax.debug.callback(lambda c: None,
 
 LOSSES = {
     "loss_printed_inside": printed,
-    "printed_in_a_loop": printed_in_a_loop,
     "printed_in_a_branch": printed_in_a_branch,
     "example_checked": lambda model, x, y: squared_error(
         model, eqx.error_if(x, x[0] > 100, "an input is large"), y
@@ -407,11 +379,6 @@ def models_mapped(at):
     return at.noised(leafwise(lambda a: a.sum(0), sums))
 
 
-def sent_out(at):
-    """A host function gets the loss, and decides the scale of the noisy gradient."""
-    return scaled(jax.pure_callback(lambda x: 0 * x + 1, SCALAR, at.losses().mean()), at.noised())
-
-
 def skipped(at, is_skipped):
     noisy = at.noised()
     return lax.cond(is_skipped, zero_sums, lambda: noisy)
@@ -428,7 +395,6 @@ STEPS = {
         at.noised(),
     )[1],
     "loss_checked": lambda at: eqx.error_if(at.noised(), at.losses().mean() > 1e9, "large"),
-    "loss_sent_out": sent_out,
     "aux_returned": aux_returned,
     "batch_closed_over": batch_closed_over,
     "hardest": hardest,
@@ -493,29 +459,6 @@ OPTIMIZERS = {
 # Steps that fit no frame.
 
 
-def reduced_on_plateau():
-    plateau = optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1))
-
-    def step(model, state, x, y, mask):
-        at, state = at_hand(model, state, x, y, mask)
-        given = {"value": at.losses().mean()}
-        updates, opt = plateau.update(at.noised(), state.opt, params_of(model), **given)
-        after = state._replace(opt=opt, stream=at.noise.state)
-        return eqx.apply_updates(model, updates), after
-
-    return by_hand(step, state=first_state(optimizer=plateau))
-
-
-def remembering(change, first):
-    """`change(kept, at)` gives inputs, and what is kept of this call."""
-
-    def noisy(at):
-        x, kept = change(at.state.kept, at)
-        return at.noised(at.use(x=x).sum()), {"kept": kept}
-
-    return carrying(noisy, first)
-
-
 def sum_of_the_step_before(at):
     """The model is moved by the gradient of the step before, which had no noise."""
     grads = at.sum()
@@ -552,11 +495,6 @@ EACH = {
     "noise_of_another_plan": lambda: chained(
         plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
     )._replace(plan=PLAN),
-    "reduced_on_plateau": reduced_on_plateau,
-    # What stood in a slot before is added to who stands there now.
-    "memory_of_slots": lambda: remembering(
-        lambda kept, at: (0.5 * at.x + 0.5 * kept, at.x), jnp.zeros((SLOTS, WIDTH))
-    ),
     "sum_of_the_step_before": lambda: carrying(sum_of_the_step_before, zero_sums()),
     "closed_over_by_a_module": lambda: Case(
         Training(XS), (mlp(), first_state(), *data()), {}, (2, 3, 4), PLAN, 0.0
@@ -579,22 +517,7 @@ def last_of(grads):
     return jax.tree.leaves(grads)[-1]
 
 
-def as_words(values):
-    return lax.bitcast_convert_type(values, jnp.uint32)
-
-
 # What stands for adding the noise.
-
-
-def better_of_two(grads, key):
-    """Two draws, and the one that is nearer to the sum is taken."""
-    one, other = (with_noise(grads, key, 2 * STDDEV) for _ in range(2))
-    return where(norm(minus(one, grads)) < norm(minus(other, grads)), one, other)
-
-
-def on_some_leaves(grads, key):
-    layers = with_noise(grads.layers[:1], key)
-    return eqx.tree_at(lambda tree: tree.layers, grads, (*layers, *grads.layers[1:]))
 
 
 def copied(grads, key):
@@ -603,21 +526,11 @@ def copied(grads, key):
     return leafwise(lambda leaf: leaf.mean(0), with_noise(many, key))
 
 
-def halves_with_one_key(grads, key):
-    """Two calls on lists with one state: the same numbers of leaves, so the same noise."""
-    leaves, structure = jax.tree.flatten(grads)
-    return structure.unflatten([*with_noise(leaves[:2], key.once()), *with_noise(leaves[2:], key)])
-
-
 def by_a_rule(grads, key):
     """A `custom_jvp` around the noise whose tangent is the sum itself."""
     noisy = jax.custom_jvp(lambda grads: with_noise(grads, key.once()))
     noisy.defjvp(lambda primals, tangents: (noisy(*primals), primals[0]))
     return jax.jvp(noisy, (grads,), (grads,))[1]
-
-
-def little_by_little(grads, key):
-    return key.turned(lambda g, _, noise: with_noise(g, noise, 1e-6), grads, length=3)
 
 
 def on_one_platform(grads, noise):
@@ -634,27 +547,8 @@ def exact_by_a_rule(grads, key):
     return leafwise(straight, with_noise(grads, key), grads)
 
 
-def exact_by_a_mapping_rule(grads, key):
-    """A `custom_vmap` that gives the noisy sum alone, and the sum under `vmap`."""
-    hidden = jax.custom_batching.custom_vmap(lambda noisy, exact: noisy)
-    hidden.def_vmap(lambda size, batched, noisy, exact: (exact, True))
-    mapped = jax.vmap(hidden)
-    return leafwise(lambda n, g: mapped(n[None], g[None])[0], with_noise(grads, key), grads)
-
-
 def with_zeros(grads, key):
     return leafwise(lambda leaf: leaf + 0.0, grads)
-
-
-def called(name):
-    """The sum goes through a jitted function of this name, which adds nothing to it."""
-
-    def identity(tree, key, stddev):
-        return leafwise(lambda leaf: leaf + stddev * 0.0, tree)
-
-    identity.__name__ = identity.__qualname__ = name
-    identity.__module__ = "eqx_dp.privacy.noise"
-    return lambda grads, key: jax.jit(identity)(grads, key.key, STDDEV)
 
 
 NOISED_BY = {
@@ -682,12 +576,8 @@ NOISED_BY = {
     "normal_noise_in_absolute_value": lambda g, k: with_normals(
         g, k, draw=lambda *x: abs(normal(*x))
     ),
-    "on_some_leaves": on_some_leaves,
     "copied": copied,
-    "better_of_two": better_of_two,
-    "halves_with_one_key": halves_with_one_key,
     "by_a_rule": by_a_rule,
-    "little_by_little": little_by_little,
     # A branch on a public coin.
     "in_one_branch": lambda g, k: k.chosen(
         bernoulli(k.key).astype(int), [lambda g, n: scaled(1.0, g), with_noise], g
@@ -700,8 +590,6 @@ NOISED_BY = {
     ),
     # A scope with the name of our noise, and none in it.
     "zeros_in_a_scope_named_noise": jax.named_scope("eqx_dp.noise")(with_zeros),
-    # A jitted function of a name of ours, in a module that says it is ours, which adds nothing.
-    "function_named_add_noise": called("add_noise"),
     # The rate is divided by the norm of the sum.
     "trust_ratio_of_the_raw_sum": lambda g, k: scaled(1 / (1e-3 + norm(g)), with_noise(g, k)),
     # A hundredth of the sum is added once more: the noise is for it no more independent.
@@ -713,7 +601,6 @@ NOISED_BY = {
     # The noisy sum times zero, plus the sum.
     "raw_sum_beside_zero_weight": lambda g, k: added(scaled(0.0, with_noise(g, k)), g),
     "exact_by_a_rule": exact_by_a_rule,
-    "exact_by_a_mapping_rule": exact_by_a_mapping_rule,
     "normalized_before_the_noise": lambda g, k: with_noise(scaled(1 / norm(g), g), k),
     "of_another_relation": (with_noise, {"plan": plan_under(NeighboringRelation.REPLACE_ONE)}),
     "for_a_mean_on_a_sum": (with_noise, clipped(normalize_by=1.0)),
@@ -770,15 +657,6 @@ def moved_sum(at, by):
     return at.sum(model=eqx.apply_updates(at.model, by))
 
 
-def noise_before_the_clipping(at):
-    """Each example's gradient gets noise, and the noisy ones are clipped: the sum has less."""
-    grads = jax.vmap(eqx.filter_grad(squared_error), (None, 0, 0))(at.model, at.x, at.y)
-    noisy = at.noised(grads)
-    norms = jnp.sqrt(sum(jnp.sum(a**2, range(1, a.ndim)) for a in jax.tree.leaves(noisy)))
-    factors = jnp.where(at.mask, 0.0, jnp.minimum(1.0, 1 / norms)) / EXPECTED
-    return leafwise(lambda leaf: jnp.tensordot(factors, leaf, 1), noisy)
-
-
 def each_noised(at, stddev=STDDEV, of=lambda noise: noise):
     """Two sums, each with its noise: for the optimizer, and returned."""
     first, other = at.sum(), at.sum(absolute_error)
@@ -813,7 +691,6 @@ NOISED = {
     "adam_before_the_noise": lambda at: at.noised(OPTIMIZER.update(at.sum(), at.state.opt)[0]),
     "inner_step_without_noise": lambda at: at.noised(moved_sum(at, scaled(-0.1, at.sum()))),
     "ordinary_gradient": lambda at: at.noised(eqx.filter_grad(of_batch)(at.model, at.x, at.y)),
-    "noise_before_the_clipping": noise_before_the_clipping,
     # The gradient at a model that holds the noise moves with it.
     "noise_in_the_model": lambda at: (lambda n: added(moved_sum(at, n), n))(noise(at)),
     # A release of little noise is added to the sum.
@@ -873,49 +750,6 @@ NUMBERED = {
 }
 
 
-# What is shown beside an honest step: another release, or what comes of one with little noise.
-
-
-RELEASED = {
-    # Numbers of the sum that are zero stay zero, and large ones stay large.
-    "sum_times_random_numbers": lambda at: last_of(at.grads) * normal(at.keys[0], (2,)),
-    # One key for the sum and for zeros, and both leave.
-    "zeros_with_one_key": (
-        lambda at: [
-            at.noised(tree, 3 * STDDEV, at.noise.once())
-            for tree in (at.grads, scaled(0.0, at.grads))
-        ],
-        WEAK,
-    ),
-    # Twice the first minus the second is the sum, without noise.
-    "one_key_for_two_deviations": lambda at: [
-        at.noised(at.grads, s * STDDEV, at.noise.once()) for s in (10, 20)
-    ],
-}
-
-# `quiet` is the sum with a millionth of noise. Whoever tries all sums finds it from its traces.
-QUIET = {
-    "bits_of_a_key": lambda quiet, k: bits(fold_in(ROOT, as_words(quiet)[0])),
-    "numbers_of_a_seed": lambda quiet, k: normal(jax.random.key(as_words(quiet)[0])),
-    # A coin's probability of heads is a number of the sum.
-    "coin": lambda quiet, k: bernoulli(k, jax.nn.sigmoid(quiet), (1000, 2)),
-    # The interval that the number is drawn from shows the sum to six digits.
-    "uniform_around": lambda quiet, k: uniform(k, (2,), minval=quiet, maxval=quiet + 1e-6),
-    # A public table in the order of the sum's numbers.
-    "order": lambda quiet, k: jnp.arange(2)[jnp.argsort(quiet)],
-    # A scan carries it, and returns its running sum.
-    "running_total": lambda quiet, k: lax.scan(lambda c, q: (c + q, c), 0.0, quiet)[0],
-    # A loop runs as often as the sum says, in thousandths.
-    "trip_count": lambda quiet, k: lax.fori_loop(0, quiet[0].astype(int), lambda i, c: c + 1, 0),
-    # Which of two public numbers is returned, the sum says.
-    "branch": lambda quiet, k: lax.cond(quiet[0] > 0, lambda: 1.0, lambda: 2.0),
-}
-
-
-def from_a_quiet_release(random_of):
-    return beside(lambda at: random_of(with_noise(last_of(at.grads), at.noise, 1e-6), at.keys[1]))
-
-
 # What the state carries.
 
 
@@ -925,12 +759,6 @@ def sum_of_steps(at):
     return at.noised(total), {"kept": total}
 
 
-def noise_of_the_step_before(at):
-    """Correlated noise by hand: this step's noise is subtracted in the next, and is kept."""
-    own = noise(at)
-    return added(at.sum(), own, scaled(-0.9, at.state.kept)), {"kept": own}
-
-
 def every_second_step(at):
     """In the other steps the stream stays, and with it the noise."""
     noisy, is_even = at.noised(), at.state.step % 2 == 0
@@ -938,6 +766,15 @@ def every_second_step(at):
 
 
 CARRYING = {
+    "two_privatizers_of_one_secret": (
+        lambda at: (at.noised(noise=Noise(at.state.kept)), {}),
+        dp.noise_stream(key=SECRET),
+    ),
+    # What stood in a slot before is added to who stands there now.
+    "memory_of_slots": (
+        lambda at: (at.noised(at.use(x=at.x + at.state.kept).sum()), {"kept": at.x}),
+        jnp.zeros((SLOTS, WIDTH)),
+    ),
     "not_advanced": lambda at: (at.noised(), {"stream": at.state.stream}),
     "carried_every_second_step": every_second_step,
     # The state carries two streams and exchanges them.
@@ -946,33 +783,8 @@ CARRYING = {
         dp.noise_stream(key=SECRET + 1),
     ),
     "sum_of_steps": (sum_of_steps, zero_sums()),
-    "noise_of_the_step_before": (noise_of_the_step_before, zero_sums()),
 }
 
-
-def privatizers(states_of):
-    """Two privatizers of one secret, on two sums; `states_of(before, after)` is kept of them."""
-    noise = dp.gaussian_privatizer(stddev=2 * STDDEV, key=SECRET)
-    other = dp.gaussian_privatizer(stddev=2 * STDDEV, key=SECRET)
-
-    def step(model, kept, x, y, mask):
-        one, two, state = kept
-        sums = (
-            clipped(loss)(model, x, y, is_padding_example=mask)
-            for loss in (squared_error, absolute_error)
-        )
-        noisy, after_one = noise.update(next(sums), one)
-        shown, after_two = other.update(next(sums), two)
-        model, state = updated(model, state, noisy)
-        return model, (*states_of((one, two), (after_one, after_two)), state), shown
-
-    return by_hand(step, state=(noise.init(zero_sums()), other.init(zero_sums()), first_state()))
-
-
-PRIVATIZERS = {
-    "two_privatizers_of_one_secret": lambda before, after: after,
-    "states_of_privatizers_thrown_away": lambda before, after: before,
-}
 
 # The noise that a privatizer keeps is returned, printed, or changed before the next step.
 KEPT_NOISE = {
@@ -1116,9 +928,6 @@ ROUND_EACH = {
     "size_as_a_static_field": lambda: of_a_batch(
         lambda noisy, batch: scaled(1 / batch["more"].size, noisy), {"more": Sized(XS, 5)}
     ),
-    "size_as_a_text": lambda: of_a_batch(
-        lambda noisy, batch: scaled(1 / len(batch["size"]), noisy), {"size": "aaaaa"}
-    ),
     "data_set_closed_over": data_set_closed_over,
     "not_certified": lambda: noised_by(
         lambda g, noise: with_noise(g, noise, STDDEV, certified=False)
@@ -1144,10 +953,7 @@ LEAKING = cases(
     (each_leaf, EACH_LEAF),
     (step_of, NOISED),
     (with_a_number, NUMBERED),
-    (beside, RELEASED),
-    (from_a_quiet_release, QUIET),
     (carrying, CARRYING),
-    (privatizers, PRIVATIZERS),
     (prepared_by, ROUND),
     (of_tables, ROUND_TABLES),
     (of_the_loss, ROUND_LOSSES),

@@ -524,6 +524,7 @@ def test_the_table_says_it_all():
 def test_a_report_as_json():
     report = check_made(*made(), policy=WIDE)
     assert not report.ok
+    assert any(row.where.endswith(" in state.model.layers.0") for row in report.violations)
     read = json.loads(report.to_json())
     assert (read["format"], read["version"]) == ("eqx_dp.PrecisionReport", 1)
     assert read["ok"] is False

@@ -122,17 +122,3 @@ def test_a_rule_of_float32_that_the_code_undoes(dtype):
     assert {row.found for row in rows.violations} == (
         {"rsqrt of bfloat16, narrower"} if dtype is BF16 else set()
     )
-
-
-def test_a_violation_names_the_module():
-    report = kept(MIXED, F32, cast)
-    assert report.ok
-    wide = dataclasses.replace(dp.load_policy("float32"), matmul_precision="highest")
-    grad_fn = dp.filter_clipped_grad(models.mlp_loss, l2_clip_norm=1.0, policy=MIXED)
-
-    def step(model, state, *batch):
-        return dp.add_noise(grad_fn(model, *batch), state, 1.0)
-
-    args = models.mlp().model, dp.noise_stream(), *models.mlp().batch(4)
-    rows = dp.check_precision(step, *args, policy=wide).violations
-    assert any(row.where.endswith(" in model.layers.0") for row in rows)

@@ -59,7 +59,6 @@ VIOLATIONS = {
     "constant_key": "fresh noise",
     "not_advanced": "fresh noise",
     "one_key_for_two_losses": "fresh noise",
-    "halves_with_one_key": "fresh noise",
     "two_privatizers_of_one_secret": "fresh noise",
     "no_mask": "padding",
     "mean_loss_returned": "release",
