@@ -63,14 +63,12 @@ def noise(
 def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> Fact:
     """Noise on what has no known bound."""
     reason = fact.reach.reason or "loop"
-    is_unbounded = reason == "nonlinear"
-    bound = "unbounded" if is_unbounded else "not known"
     found = (
-        f"noise of standard deviation {mark.stddev:.4g} was added, but the noise multiplier is "
-        f"{bound}: {REASONS[reason]}"
+        f"noise of standard deviation {mark.stddev:.4g} was added, but the noise multiplier is not "
+        f"known: {REASONS[reason]}"
     )
     found += f" (at {fact.reach.where})" if fact.reach.where not in ("", context.line) else ""
     advice = "Add the noise to what filter_clipped_grad returns, before all other arithmetic."
     if reason != "mixed":  # of which a finding tells already
-        record.note(context, "noise", found, advice, is_unbounded)
+        record.note(context, "noise", found, advice, is_decided=False)
     return private("noised", context.line)

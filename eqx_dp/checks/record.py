@@ -81,9 +81,16 @@ the noise",
 _DECIDED = ("", "data", "rows", "nonlinear", "kept", "secret", "steered")
 
 
+def is_by_hand(fact: Fact) -> bool:
+    """Whether there is noise in it that the check does not know, or that is added in other ways."""
+    is_of_sums = fact.reach.reason not in ("data", "rows", "kept", "secret", "steered")
+    return fact.reach.is_drawn or (fact.reach.is_noised and is_of_sums)
+
+
 def is_proven(fact: Fact) -> bool:
     """Whether what leaves is a violation: a clipped sum, or private for a proven reason."""
-    return fact.reach.kind is not Kind.PUBLIC and fact.reach.reason in _DECIDED
+    is_private = fact.reach.kind is not Kind.PUBLIC and fact.reach.reason in _DECIDED
+    return is_private and not is_by_hand(fact)
 
 
 # Where values leave a program beside its results.

@@ -26,7 +26,7 @@ Role: TypeAlias = tuple[Any, ...]
 """
 
 MASK: Role = ("mask",)
-_SHAPED = UNCHANGED | {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
+_SHAPED = UNCHANGED | {"broadcast_in_dim", "reshape", "squeeze", "transpose", "slice"}
 
 
 def role_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Role:

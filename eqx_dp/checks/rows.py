@@ -125,7 +125,6 @@ def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
 _Rule: TypeAlias = Callable[[Any, list[_Shape], _Shape], Layout]
 _RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
-    "slice": _cut,
     "dynamic_slice": _cut,
     "tile": _cut,
     "dynamic_update_slice": _update,
@@ -156,6 +155,8 @@ _RULES: dict[str, _Rule] = {
 def places_of(equation: JaxprEqn, variable: Any, inputs: Sequence[Fact]) -> tuple[Place, ...]:
     """What entries of a result depend on."""
     name, shape = equation.primitive.name, shape_of(variable)
+    if name == "slice":
+        return _sliced(equation, inputs[0], shape)
     if name == "reshape":
         return _reshaped(inputs[0], shape_of(equation.invars[0]), shape)
     found = layout(equation, shape)
@@ -175,6 +176,20 @@ def _place(fact: Fact, at: From) -> Place:
     if at == ALL:
         return EVEN if fact.is_public else None
     return None if at is None else dict(enumerate(fact.places)).get(at)
+
+
+def _sliced(equation: JaxprEqn, fact: Fact, shape: _Shape) -> tuple[Place, ...]:
+    """Whole dimensions, and every k-th row."""
+    before, params = shape_of(equation.invars[0]), equation.params
+    found: list[Place] = [None] * len(shape)
+    for d, place in enumerate(fact.places):
+        start, stride = params["start_indices"][d], (params["strides"] or (1,) * len(shape))[d]
+        if place == EVEN or shape[d] == before[d]:
+            found[d] = place
+        elif isinstance(place, Row) and not place.part and start < stride:
+            is_all = shape[d] == -(-(before[d] - start) // stride)
+            found[d] = place._replace(part=(stride, start, -1)) if is_all else None
+    return tuple(found)
 
 
 def _reshaped(fact: Fact, before: _Shape, after: _Shape) -> tuple[Place, ...]:

@@ -12,7 +12,7 @@ from .engine import KEY_OF_LOSS
 from .facts import Fact, Kind
 from .privacy_report import Finding, PrivacyReport
 from .privacy_report import Release as Row
-from .record import REASONS, Record, is_proven
+from .record import REASONS, Record, is_by_hand, is_proven
 from .streams import Key, Stream, Use, is_another, parted
 from .sums import Release, noise_multiplier, turns
 
@@ -137,7 +137,7 @@ def _leaving(step: TracedStep) -> list[Finding]:
 def _how(fact: Fact, stays: bool) -> Finding:
     reach, is_sum = fact.reach, fact.reach.kind is Kind.SUM
     where = reach.where or "the results"
-    if reach.is_drawn:
+    if is_by_hand(fact):
         how = "noise was drawn by hand, and the check cannot tell whether it is enough"
         return Finding("noise", how, where, _BY_HAND, is_decided=False)
     how = "a clipped sum is in it, without noise" if is_sum else REASONS[reach.reason]

@@ -317,6 +317,7 @@ STEP_OF = {
     ),
     # One example moves the sum of both by twice the bound.
     "two_losses": lambda at: at.noised(added(at.sum(), at.sum(absolute_error)), 2 * STDDEV),
+    "strided": lambda at: at.noised(added(*(at.rows(slice(i, None, 4)).sum() for i in range(4)))),
     "decay_behind_the_noise": lambda at: added(at.noised(), scaled(0.1, params_of(at.model))),
     "public_gradient_added": (
         lambda at: at.noised(added(at.sum(), eqx.filter_grad(of_public)(at.model, *at.more))),
@@ -605,7 +606,6 @@ def augmented(at):
 BY_PARTS = {
     # Parts of a batch by hand: the engine makes microbatches.
     "slices": lambda at: at.noised(added(*(at.rows(slice(i, i + 2)).sum() for i in (0, 2, 4, 6)))),
-    "strided": lambda at: at.noised(added(*(at.rows(slice(i, None, 4)).sum() for i in range(4)))),
     # A bound that is not reached.
     "noise_in_both_branches": lambda at: at.noise.chosen(
         1 * (at.state.step < 3), [lambda g, n: with_noise(g, n, 2 * STDDEV), with_noise], at.sum()

@@ -918,6 +918,16 @@ def models_with_one_stream():
     return case._replace(args=(case.args[0], state, *case.args[2:]))
 
 
+ROUND_STEPS = {
+    # Every second row by another model, and one half of the rows alone.
+    "strided_with_two_models": lambda at: at.noised(
+        added(
+            at.rows(slice(0, None, 2)).sum(),
+            at.rows(slice(1, None, 2)).sum(model=negated(at.model)),
+        )
+    ),
+    "every_second_row": lambda at: at.noised(at.rows(slice(0, None, 2)).sum()),
+}
 ROUND_EACH = {
     "last_microbatch_alone": lambda: step_of(last_microbatch_alone),
     "models_with_one_stream": models_with_one_stream,
@@ -958,5 +968,6 @@ LEAKING = cases(
     (of_tables, ROUND_TABLES),
     (of_the_loss, ROUND_LOSSES),
     (beside, ROUND_BESIDE),
+    (step_of, ROUND_STEPS),
     (each, ROUND_EACH),
 )

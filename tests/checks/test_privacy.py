@@ -54,7 +54,6 @@ VIOLATIONS = {
     "one_noise_for_four_losses": "noise",
     "two_losses_with_the_noise_of_one": "noise",
     "one_batch_four_times": "noise",
-    "adam_before_the_noise": "noise",
     "inner_step_without_noise": "release",
     "constant_key": "fresh noise",
     "not_advanced": "fresh noise",
