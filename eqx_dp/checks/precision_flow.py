@@ -25,9 +25,11 @@ from .widths import (
     Draw,
     Facts,
     Width,
+    is_float8,
     known_width,
     narrowest_inside,
     narrowest_of,
+    shown_product,
     width_of_result,
     width_of_variable,
 )
@@ -223,7 +225,7 @@ class PrecisionFlow(Flow[Facts]):
             self._is_as_precise(case, shown)
             shown += "" if rule is None else f" in {rule.match}"
         flops = equation_flops(equation)
-        self._count(case.context, "contraction", shown, _product(operands), flops, "")
+        self._count(case.context, "contraction", shown, shown_product(operands), flops, "")
 
     def _rule_at(self, scope: str) -> ModuleRule | None:
         """The rule of the innermost module that has one."""
@@ -257,7 +259,7 @@ class PrecisionFlow(Flow[Facts]):
             return  # there is no complex number of half precision
         declared = known_width((rule or self.policy).compute_dtype)
         matmul = None if rule is not None and rule.is_wide else self.policy.matmul
-        if matmul is not None and (has_free_dimensions(equation) or _is_float8(operands)):
+        if matmul is not None and (has_free_dimensions(equation) or is_float8(operands)):
             self._runs_narrow(case, operands, matmul, shown)
             return
         name = declared.name + ("" if rule is None else f" (in {rule.match})")
@@ -267,11 +269,11 @@ class PrecisionFlow(Flow[Facts]):
         if narrower:
             self._violation(shown, name, f"{narrower[0]}, narrower", line)
         elif not (any(as_declared) if shown == "backward" else all(as_declared)):
-            self._violation(shown, name, f"{_product(operands)}, wider", line)
+            self._violation(shown, name, f"{shown_product(operands)}, wider", line)
 
     def _runs_narrow(self, case: _Case, operands: list[Width], matmul: Matmul, shown: str) -> None:
         """A product of matrices in the loss is the engine's, in the dtypes of `matmul`."""
-        line, found = self._where(case), _product(operands)
+        line, found = self._where(case), shown_product(operands)
         names = {str(matmul.forward)} | ({str(matmul.backward)} if shown == "backward" else set())
         name = f"{' or '.join(sorted(names))}, scaling {matmul.scaling}"
         result, dtypes = width_of_variable(case.equation.outvars[0]), {x.name for x in operands}
@@ -291,7 +293,7 @@ class PrecisionFlow(Flow[Facts]):
         matmul, width = self.policy.matmul, width_of_variable(case.equation.outvars[0])
         is_scaled = matmul is not None and matmul.scaling != "none"
         is_ours = is_in_narrow_product(case.context.scope)
-        if matmul and is_scaled and width and _is_float8([width]) and not is_ours:
+        if matmul and is_scaled and width and is_float8([width]) and not is_ours:
             found = f"a cast to {width.name} with a scale that the engine did not choose, or none"
             self._violation("operand", f"scaling {matmul.scaling}", found, case.context.line)
 
@@ -397,11 +399,3 @@ def _noise_added(case: _Case) -> Facts | None:
     if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):
         return drawn[0]
     return None
-
-
-def _product(operands: list[Width]) -> str:
-    return " x ".join(dict.fromkeys(operand.name for operand in operands))
-
-
-def _is_float8(widths: list[Width]) -> bool:
-    return any(1 + width.exponent + width.digits <= 8 for width in widths)

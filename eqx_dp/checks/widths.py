@@ -55,6 +55,16 @@ def width_of_variable(variable: Any) -> Width | None:
     return width_of(dtype_of(variable))
 
 
+def shown_product(operands: list[Width]) -> str:
+    """The formats of a product's operands, each once."""
+    return " x ".join(dict.fromkeys(operand.name for operand in operands))
+
+
+def is_float8(widths: list[Width]) -> bool:
+    """Whether one of them has 8 bits."""
+    return any(1 + width.exponent + width.digits <= 8 for width in widths)
+
+
 # Matrix products and convolutions, whatever the dtypes of their results say.
 
 CONTRACTIONS = named("dot_general conv_general_dilated ragged_dot_general")

@@ -102,13 +102,6 @@ def raw_step(at):
 # What is returned beside an honest step.
 
 
-def hidden_in_a_reference(at):
-    """The sum is written to a mutable array, and read from it again."""
-    reference = jax.new_ref(jnp.zeros(CLASSES))
-    reference[...] = at.grads.layers[-1].bias
-    return reference[...]
-
-
 BESIDE = {
     "mean_loss_returned": lambda at: at.values.loss.mean(),
     "number_of_examples_returned": lambda at: jnp.sum(~at.mask),
@@ -119,7 +112,6 @@ BESIDE = {
     # One bit of the sum.
     "whether_the_raw_sum_is_finite": lambda at: jnp.all(jnp.isfinite(jax.tree.leaves(at.grads)[0])),
     "size_of_the_noise": lambda at: norm(minus(at.noisy, at.grads)),
-    "hidden_in_a_reference": hidden_in_a_reference,
     # A host function returns what nothing is known of.
     "data_of_a_host_function": lambda at: jax.pure_callback(lambda: XS.mean(), SCALAR),
     "raw_model_on_public_data": lambda at: jnp.sum(jax.vmap(raw_step(at))(jnp.ones((3, WIDTH)))),
@@ -364,13 +356,6 @@ def accumulated(at, add):
     return at.noised(lax.scan(turn, zero_sums(), (jnp.arange(4), parts))[0])
 
 
-def slope(at):
-    """How the clipped sum changes with the model: no clip norm bounds that."""
-    params, static = eqx.partition(at.model, eqx.is_inexact_array)
-    _, change = jax.jvp(lambda p: at.sum(model=eqx.combine(p, static)), (params,), (params,))
-    return at.noised(change)
-
-
 def models_mapped(at):
     """The engine under `vmap` over models: the sums share one noise for one sum."""
     params, static = eqx.partition(at.model, eqx.is_inexact_array)
@@ -402,7 +387,6 @@ STEPS = {
     "models_of_halves": lambda at: at.noised(
         added(halves(at)[0].sum(), halves(at)[1].sum(model=negated(at.model)))
     ),
-    "slope": slope,
     "models_mapped": models_mapped,
     # Two models are trained on one batch, each with the noise for one release.
     "ensemble": lambda at: (
