@@ -247,8 +247,8 @@ class BallsInBins(Bins):
     So each example takes part once in every `cycle` steps, in the same place of each cycle. It buys
     amplification for correlated noise of any number of bands (Choquette-Choo et al. 2024, arXiv
     2410.06266), and steady use of the data. With independent noise it is accounted for like
-    `RandomAllocation`. With correlated noise epsilon is the less of two bounds: by Monte Carlo, with
-    a stated confidence, and by a distribution, up to a third larger, which `compose` takes.
+    `RandomAllocation`. With correlated noise epsilon is the less of two bounds: by Monte Carlo,
+    with a stated confidence, and by a distribution, up to a third larger, which `compose` takes.
 
     | case | what happens |
     |---|---|
