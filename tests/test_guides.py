@@ -35,7 +35,7 @@ def readme(names, folder):
     after, before = (jnp.mean((jax.vmap(m)(x) - y) ** 2) for m in (names["model"], untrained))
     assert after < 0.2 * before
     assert 2.9 < names["plan"].epsilon() <= 3.0
-    assert names["opt_state"][0].step == names["plan"].steps
+    assert names["opt_state"][0].stream.counter[0] == names["plan"].steps
     assert repr(dp.available_policies()) in README.read_text(encoding="utf-8")
 
 
