@@ -176,7 +176,7 @@ def _noised(
         return [_in_shape(part, x.shape) for part, x in zip(parts, sums, strict=True)], []
 
     operands = counter, names, sums, past
-    if is_divided:
+    if is_divided or max(x.size for x in sums) > 2**32:
         return by_entry(*operands)
     return jax.lax.platform_dependent(*operands, cpu=by_pair, default=by_entry)
 
@@ -235,12 +235,13 @@ def _correlated(
     denominator alone ("direct form II" of signal processing): noise is the numerator times that.
     All weights but the first take something back.
     """
-    for one in (correlation, Banded(strategy=correlation.strategy)):
-        if one.is_correlated and np.linalg.norm(one.weights(2**12)) > _MOST_NORM:
-            raise ValueError(
-                f"{correlation} adds up draws to more than {_MOST_NORM} standard deviations, for "
-                "which integers have no room. Take dp.Banded.bisr or lambda_cgd."
-            )
+    most = max(map(abs, (*correlation.noising, *correlation.strategy)))
+    both = correlation, Banded(strategy=correlation.strategy)
+    if most > 1 or max(np.linalg.norm(one.weights(2**12)) for one in both) > _MOST_NORM:
+        raise ValueError(
+            f"{correlation} has weights above 1, or adds up draws to more than {_MOST_NORM} "
+            "standard deviations: integers have no room. Take dp.Banded.bisr or lambda_cgd."
+        )
     if past:
         before = [_number_of(*map(_side_by_side, zip(*kept, strict=True))) for kept in past]
 
@@ -264,12 +265,12 @@ def _correlated(
 
 
 def _weight(weight: float) -> Any:
-    """The size of a weight, at most 4, in units of 2^-62."""
-    return np.uint64(round(abs(weight) * 2**62))
+    """The size of a weight, at most 1, in units of 2^-64."""
+    return np.uint64(min(round(abs(weight) * 2**64), 2**64 - 1))
 
 
 def _times(weight: Any, x: Any) -> Any:
-    size = product(jnp.abs(x).astype(jnp.uint64), weight).astype(jnp.int64) << np.int64(2)
+    size = product(jnp.abs(x).astype(jnp.uint64), weight).astype(jnp.int64)
     return jnp.where(x < 0, -size, size)
 
 

@@ -274,11 +274,12 @@ def _noisy(
         gradients, stream, past = operands
         numbered = zip(range(len(paths)), gradients, paths, strict=True)
         placed = [_leaf(*leaf, how) for leaf in numbered]
-        stream = stream._replace(key=noise_key(stream.key, "noise", gradients))
+        # The stream that is returned has the key as it came, which follows from no gradient.
+        own = stream._replace(key=noise_key(stream.key, "noise", gradients))
         if is_certified:
             is_apart = how.rules is not None
             noisy, noise = with_certified_noise(
-                placed, stream, how.stddev, is_apart, how.correlation, past
+                placed, own, how.stddev, is_apart, how.correlation, past
             )
         elif how.correlation.is_correlated:
             raise ValueError(
@@ -287,7 +288,7 @@ def _noisy(
                 "a plan of independent noise (noise=None)."
             )
         else:
-            noisy, noise = with_noise_of_jax(placed, stream, how.stddev), []
+            noisy, noise = with_noise_of_jax(placed, own, how.stddev), []
         noisy = [_placed(x, path, how.rules) for x, path in zip(noisy, paths, strict=True)]
         fresh = [_placed(pair, path, how.rules) for pair, path in zip(noise, paths, strict=False)]
         return noisy, stream.grown(), (fresh, *past[:-1]) if past else ()

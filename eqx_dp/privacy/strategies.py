@@ -177,6 +177,7 @@ class Banded:
         `correlated_noise.md` has the proof.
         """
         gross = float(np.abs(self.weights(steps)).sum()) * math.fsum(self.strategy)
+        gross *= 1 + (len(self.noising) + len(self.strategy) - 2) / 8
         return gross * (1 + float(np.linalg.norm(self.column(steps))) / 16)
 
     def sensitivity(self, steps: SupportsIndex, separation: SupportsIndex) -> float:
