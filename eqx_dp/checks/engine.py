@@ -14,7 +14,7 @@ from ..programs import Call, Cond, While, equations, inside, is_as_marked, mark_
 from ..programs import programs_of as programs_in
 from .facts import EVEN, Fact, Kind, Reach, Rest, Row, Sum, Term, met, private
 from .flow import Context, Flow, shape_of
-from .record import DOORS, Record, is_door, is_proven
+from .record import DOORS, Record, is_door, is_error_if, is_proven
 from .roles import MASK
 from .sums import Source
 
@@ -241,12 +241,12 @@ class _Doors(Flow[_Value]):
         if isinstance(mark_on(equation), NoiseMark):
             what = "noise is added within the loss"
             self.record.note(context, "noise", what, _AFTERWARDS, is_decided=False)
-        is_steered = isinstance(held, Cond) and inputs[0].is_private
-        if isinstance(held, While) and stage_of(context.scope) == "loss":  # not the engine's own
-            is_steered = self.joined(inputs).is_private
-        if is_steered:
+        is_while = isinstance(held, While) and self.joined(inputs).is_private
+        is_own = is_while and stage_of(context.scope) != "loss"  # of the engine, over microbatches
+        if is_while or (isinstance(held, Cond) and inputs[0].is_private):
             for inner in (one for body in programs_in(equation) for one in equations(body)):
-                if inner.primitive.name in DOORS:
+                # Whether a check of what is public stops a run, does not depend on how often it is.
+                if inner.primitive.name in DOORS and not (is_own and is_error_if(inner)):
                     self.record.door(context.at(inner), inner)
         return super().holder(context, equation, inputs)
 
