@@ -149,7 +149,9 @@ class _Composer:
             word in first for word in ("repeat", "concatenate", "xs[:4]", "xs[:7]", "['real']]")
         )
         if layout not in ("users",) and not doubled:
-            lines += self.several(rows.ROWS, "rows", 3)
+            of_rows = self.several(rows.ROWS, "rows", 3)
+            name = "padding" if layout == "fixed" else "mask"  # which is None there
+            lines += [line.replace("mask", name) for line in of_rows]
             if layout != "fixed":
                 lines += self.several(rows.MASKS, "mask", 1)
         in_loss = "loss" in self.leaks

@@ -191,7 +191,7 @@ METRICS = Kinds(
         "metrics['shape'] = jnp.float32(x.shape[1])",
         "metrics['finite'] = jnp.isfinite(noisy['w']).all()",
         "metrics['loss'] = jnp.mean(ys)",  # which is disclosed, by this name
-        "metrics['loss'] = jnp.sum(jnp.where(padding, 0.0, ys))",
+        "metrics['loss'] = jnp.sum(jnp.where(padding, 0.0, ys.T))",
     ),
     leaks=(
         "metrics['mean'] = jnp.mean(ys)",

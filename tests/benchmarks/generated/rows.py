@@ -201,8 +201,8 @@ LOSSES = Kinds(
         "return jnp.sum(jax.nn.softmax(xs @ x)[:, None] * xs @ model['w']) + model['b'] * y",
         "return jnp.where(y >= ys.max(), 1.0, -1.0) * (x @ model['w'] + model['b'])",
         "return jnp.vdot(model['w'], dp.add_noise(jnp.zeros(3), STREAM, 1.0)[0]) + model['b'] * y",
-        "return model['w'] @ dp.add_noise({'b': jnp.zeros(()), 'w': jnp.zeros(3)},"
-        " STREAM, -1.0)[0]['w']"
+        "return -model['w'] @ dp.add_noise({'b': jnp.zeros(()), 'w': jnp.zeros(3)},"
+        " STREAM, 1.0)[0]['w']"
         " + model['b'] * y",
         "return (x @ model['w']) * jnp.sum(ys) + model['b'] * xs.shape[0] * jnp.sum(~padding)",
     ),
