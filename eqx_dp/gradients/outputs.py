@@ -57,7 +57,8 @@ def check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[A
             "With has_aux=True the loss must return a pair (loss, aux); it returned "
             f"{shown(output)}."
         )
-    loss, aux = output if has_aux else (output, None)
+    pair: tuple[Any, Any] = output if has_aux else (output, None)
+    loss, aux = pair
     if eqx.is_array_like(loss) and jnp.shape(loss) == ():
         loss = jnp.asarray(loss)
         if not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -179,9 +180,8 @@ def _type(leaf: jax.ShapeDtypeStruct) -> str:
 def _advice_on_dtype(error: Exception, policy: Policy) -> str:
     """Advice on an annotation, a function or a carry that a policy's compute dtype does not fit."""
     # jaxtyping's error names a method of a class, or a function, to which no rule applies.
-    text = str(error)
-    where = re.search(r"of (?:[\w.]+\.)?([A-Z]\w*)\.\w+\.$", text.partition("\n")[0])
-    expected = re.search(r"(BFloat16|Float16|Float32|Float64)\[", text)
+    where = re.search(r"of (?:[\w.]+\.)?([A-Z]\w*)\.\w+\.$", str(error).partition("\n")[0])
+    expected = re.search(r"(BFloat16|Float16|Float32|Float64)\[", str(error))
     holders = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [type(holder).__name__ for holder in holders if isinstance(holder, eqx.Module)]
     match = where.group(1) if where else ("the module's class or path", *names)[-1]
