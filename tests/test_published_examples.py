@@ -244,7 +244,8 @@ def test_the_encoder_computes_what_its_package_says(tmp_path):
 @pytest.mark.slow
 def test_an_encoder_is_fine_tuned_and_saved_with_its_statement(tmp_path, monkeypatch):
     minilm, module, rng = load("minilm"), load("finetune_reviews"), np.random.default_rng(0)
-    for name, size in {"VOCABULARY": 50, "POSITIONS": 9, "WIDTH": 24, "INNER": 32}.items():
+    sizes = {"VOCABULARY": 50, "POSITIONS": 9, "WIDTH": 24, "INNER": 32, "DEPTH": 2}
+    for name, size in sizes.items():
         monkeypatch.setattr(minilm, name, size)
     encoder = jax.tree.map(
         lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x,
@@ -255,18 +256,19 @@ def test_an_encoder_is_fine_tuned_and_saved_with_its_statement(tmp_path, monkeyp
     replaced = {
         "WIDTH": 24,
         "HELD_OUT": 100,
+        "DEPTH": 2,
         "pretrained": lambda dtype: encoder,
         "reviews": lambda: (["..."] * 400, labels),
         "tokens_of": lambda sentences, length: words.astype(np.int32),
     }
     for name, value in replaced.items():
         monkeypatch.setattr(module, name, value)
-    options = ["--blocks", "1", "--prob", "0.2", "--out", str(tmp_path), "--rate", "0.1"]
+    options = ["--blocks", "1", "--prob", "0.2", "--out", str(tmp_path), "--rate", "0.02"]
     assert module.main([*options, "--steps", "30", "--non-private"]) > 0.7
     module.main([*options, "--steps", "3"])
     released, epsilon = statement(tmp_path / "3")
     assert (released, round(epsilon, 1)) == (3, 3.0)
-    model = module.Classifier(encoder.blocks[5:], jax.random.key(1))
+    model = module.Classifier(encoder.blocks[1:], jax.random.key(1))
     like = eqx.filter(model, module.trained(model))
     for inner, outer in module.factors(dp.load_model(tmp_path / "3.safetensors", like=like)):
         np.testing.assert_allclose(inner @ inner.T, np.eye(4), atol=1e-5)
