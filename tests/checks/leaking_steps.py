@@ -220,7 +220,6 @@ PREPARED = {
     "differences_of_examples": lambda at: at.use(x=at.x - at.x[:1]),
     # Each column by itself: slots hold numbers of several examples.
     "examples_sorted": lambda at: at.use(x=jnp.sort(at.x, axis=0)),
-    "running_sum_of_examples": lambda at: at.use(x=jnp.cumsum(at.x, axis=0)),
     # The first half is doubled and put before the second.
     "first_half_doubled": lambda at: at.use(x=jnp.concatenate([2 * at.x[:4], at.x[4:]])),
     # If one of the first four is left out, the fifth moves up: two change.
