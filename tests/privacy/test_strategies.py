@@ -326,17 +326,17 @@ CYCLIC = plan_of(sampling=dp.sampling.CyclicPoisson(1.0, 6), noise=Banded.bisr(3
     ],
 )
 def test_check_privacy_knows_the_strategy_and_the_sampler(noise, times, sampler, message):
-    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
+    grad_fn = dp.filter_clipped_grad(USERS.loss(loss), l2_clip_norm=1.0)
     privatizer = dp.gaussian_privatizer(stddev=1.2 * times, correlation=noise)
     optimizer = optax.chain(privatizer, optax.sgd(0.1))
 
-    def step(model, state, x, mask):
-        grads = grad_fn(model, x, is_padding_example=mask)
+    def step(model, state, x, rows, mask):
+        grads = grad_fn(model, x, rows, is_padding_example=mask)
         updates, state = optimizer.update(grads, state)
         return model + updates, state
 
-    model, x = jnp.zeros(3), jnp.ones((12, 3))
-    args = (model, optimizer.init(model), x, jnp.zeros(12, bool))
-    report = dp.check_privacy(step, *args, private=(2, 3), plan=CYCLIC, sampler=sampler)
+    model, x = jnp.zeros(3), (jnp.ones((12, 1, 3)), jnp.zeros((12, 1), bool))
+    args = (model, optimizer.init(model), *x, jnp.zeros(12, bool))
+    report = dp.check_privacy(step, *args, private=(2, 3, 4), plan=CYCLIC, sampler=sampler)
     assert report.ok is (message is None), report
     assert message is None or any(re.search(message, one.found) for one in report.violations)
