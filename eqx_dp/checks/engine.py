@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..gradients import Mark
 from ..precision.stages import stage_of
@@ -112,7 +112,7 @@ def _call(equation: JaxprEqn, mark: Mark) -> Hashable:
 def _constants(equation: JaxprEqn) -> Iterator[Any]:
     """The constants of all programs that an equation holds."""
     held = inside(equation)
-    programs = () if held is None else (part for part in held if hasattr(part, "consts"))
+    programs = () if held is None else (part for part in held if isinstance(part, ClosedJaxpr))
     for program in (*programs, *(held.branches if isinstance(held, Cond) else ())):
         yield from program.consts
         for inner in program.jaxpr.eqns:
@@ -152,7 +152,7 @@ def _rows_of(shared: Sequence[Fact], batch: Sequence[Fact], mask: Sequence[Fact]
         kind, *who = fact.role or ("",)
         place = fact.places[0]
         if kind == "negative" and isinstance(own, Row) and isinstance(place, Row):
-            place = place._replace(index=who[0])
+            place = place._replace(chosen_by=who[0])
         elif kind != "mask" and not fact.is_public:
             return _Rows(None, "the mask is not proven to be that of the step's arguments", _PLAIN)
         own = met([own, place])
@@ -174,9 +174,11 @@ def _note_arguments(
     if not mask or mask[0].is_public:
         record.unmasked[context.line] = not mask
     elif mask[0].role != MASK:
-        record.assumed[f"slots whose index in {own.index} is negative are padding"] = None
-    if own.index not in ("", "*"):
-        record.assumed[f"entries of {own.index} are different rows, except those of padding"] = None
+        record.assumed[f"slots whose index in {own.chosen_by} is negative are padding"] = None
+    if own.chosen_by not in ("", "*"):
+        record.assumed[
+            f"entries of {own.chosen_by} are different rows, except those of padding"
+        ] = None
     for fact in keys:
         is_fresh = all(loop.path in fact.turns for loop in context.loops)
         record.use("loss", fact, context.line, is_fresh)

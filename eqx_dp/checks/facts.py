@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -32,7 +33,7 @@ class Row(NamedTuple):
         part: if rows were reshaped to (n, m): (n, m, 0) for the first, (n, m, 1) for the second; of
             rows i, i + k and so on: (k, i, -1).
         turns: loops that take one entry along the other dimension in each turn.
-        index: the integer argument that chose the rows; "" if none did, `ANY` for a mask.
+        chosen_by: the integer argument that chose the rows; "" if none did, `ANY` for a mask.
         axes: mesh axes of a `shard_map` whose devices have a part each.
     """
 
@@ -40,7 +41,7 @@ class Row(NamedTuple):
     dim: int
     part: tuple[int, ...] = ()
     turns: tuple[Hashable, ...] = ()
-    index: str = ""
+    chosen_by: str = ""
     axes: frozenset[str] = frozenset()
 
     @property
@@ -76,9 +77,11 @@ def _indexed(one: Place, other: Place) -> Place:
     """Rows by an index and their mask."""
     if not isinstance(one, Row) or not isinstance(other, Row):
         return None
-    index = other.index if one.index == ANY else one.index
-    is_met = ANY in (one.index, other.index) and one._replace(index=other.index) == other
-    return one._replace(index=index) if is_met else None
+    index = other.chosen_by if one.chosen_by == ANY else one.chosen_by
+    is_met = (
+        ANY in (one.chosen_by, other.chosen_by) and one._replace(chosen_by=other.chosen_by) == other
+    )
+    return one._replace(chosen_by=index) if is_met else None
 
 
 # Clipped sums.
@@ -234,7 +237,7 @@ _LARGE = 1 << 20
 def of_array(value: Any) -> Fact:
     """The fact about a constant of the program."""
     places: list[Place] = [None] * np.ndim(value)
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) if places else False
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended) if places else False
     if 0 < np.size(value) <= _LARGE and places and not is_key:
         array = np.asarray(value)
         first = [array == array.take([0], dim) for dim in range(array.ndim)]
@@ -265,6 +268,6 @@ def value_of(fact: Fact) -> Any:
 def whole_number(fact: Fact) -> int | None:
     """A whole number that is a constant of the program; otherwise None."""
     value = value_of(fact)
-    if value is None or np.shape(value) or not np.issubdtype(np.result_type(value), np.integer):
+    if value is None or np.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
         return None
     return int(value)

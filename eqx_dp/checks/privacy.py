@@ -210,7 +210,7 @@ def _rowwise(argument: Argument, is_mask: bool) -> Fact:
     """An argument with one example in each row."""
     shape, name = argument.shape, argument.names[-1]
     index = ANY if is_mask else ""
-    places = tuple(Row(shape[0], d, index=index) if d < 2 else None for d in range(len(shape)))
+    places = tuple(Row(shape[0], d, chosen_by=index) if d < 2 else None for d in range(len(shape)))
     is_index = np.issubdtype(argument.dtype, np.integer)
     role = MASK if is_mask else ("index", name) if is_index else ()
     return Fact(Reach(Kind.PRIVATE, reason="data"), places, role=role)

@@ -91,5 +91,5 @@ def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | 
     found: list[Place] = [None] * len(shape)
     for dim, to in enumerate(d for d in range(len(shape)) if d not in numbers.offset_dims):
         place = dict(enumerate(index.places)).get(dim)
-        found[to] = place._replace(index=name) if isinstance(place, Row) else None
+        found[to] = place._replace(chosen_by=name) if isinstance(place, Row) else None
     return tuple(found)
