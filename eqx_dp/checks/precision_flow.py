@@ -392,8 +392,9 @@ def _noise_added(case: _Case) -> Facts | None:
     of the engine's own noise are.
     """
     _, equation, inputs, stage = case
-    is_wide = stage == "noise" or width_of_variable(equation.outvars[0]) is not None
-    if equation.primitive.name not in _ADDITIONS or not is_wide:
+    if equation.primitive.name not in _ADDITIONS:
+        return None
+    if stage != "noise" and width_of_variable(equation.outvars[0]) is None:
         return None
     drawn = [facts for facts in inputs if facts.draws and not facts.clipped]
     if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):
