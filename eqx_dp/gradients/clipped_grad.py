@@ -54,7 +54,11 @@ class _Keyed(_Call):
     key: Required[Key | None]
 
 
-_ThreeOrMore: TypeAlias = tuple[Any, Any, Any, *tuple[Any, ...]]
+class _OfMany(_Call, total=False):
+    key: Key | None
+
+
+_Batch: TypeAlias = tuple[Any, Any, Any, *tuple[Any, ...]]  # three arguments or more
 # A clipped gradient by what its loss takes after the model.
 _One: TypeAlias = "ClippedGrad[_Model, _Result, Callable[[Any], Any]]"
 _Two: TypeAlias = "ClippedGrad[_Model, _Result, Callable[[Any, Any], Any]]"
@@ -184,11 +188,7 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
     ) -> _Result: ...
     @overload
     def __call__(
-        self: "_More[_Model, _Result]",
-        model: _Model,
-        /,
-        *batch: *_ThreeOrMore,
-        **its: Any,
+        self: "_More[_Model, _Result]", model: _Model, /, *batch: *_Batch, **its: Unpack[_OfMany]
     ) -> _Result: ...
     def __call__(
         self,

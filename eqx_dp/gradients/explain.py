@@ -167,16 +167,9 @@ def explain(
         dtypes = (str(at_rest.dtype), str(param.dtype), str(traced.accumulate_dtype))
         flops, size = cost.flops * num_examples, cost.bytes * found.at_once
         rows.append(Row(path, cost.uses, cost.way, why, *dtypes, flops, size))
-    return Explanation(
-        tuple(rows),
-        choice.method,
-        choice.microbatch_size,
-        num_examples,
-        found.num_shards,
-        choice.reason,
-        choice.batch.sample,
-        float(num_examples * matmul_flops(gradient)),
-    )
+    at_once = choice.method, choice.microbatch_size, num_examples, found.num_shards
+    flops = float(num_examples * matmul_flops(gradient))
+    return Explanation(tuple(rows), *at_once, choice.reason, choice.batch.sample, flops)
 
 
 def _gradient(call: Prepared, rules: ShardingRules | None) -> jex_core.ClosedJaxpr:
@@ -209,10 +202,9 @@ def described(
 
     def prepare(*call: Any) -> None:
         prepared = grad_fn._prepare(*call)  # pyright: ignore[reportPrivateUsage]
-        traced, examples = prepared.traced, prepared.examples
-        arrays = (traced.params, traced.frozen, examples)
+        arrays = (prepared.traced.params, prepared.traced.frozen, prepared.examples)
         params, frozen, examples = jax.tree.map(_shape, arrays)
-        traced = traced._replace(params=params, frozen=frozen)
+        traced = prepared.traced._replace(params=params, frozen=frozen)
         found.append(prepared._replace(traced=traced, examples=examples))
 
     eqx.filter_eval_shape(prepare, model, batch, key, is_padding_example)

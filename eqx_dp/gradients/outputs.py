@@ -54,17 +54,14 @@ def check_output(output: Any, has_aux: bool) -> tuple[Float[Array, ""], PyTree[A
     """
     if has_aux and not (isinstance(output, tuple) and len(output) == 2):
         raise ValueError(
-            "With has_aux=True the loss must return a pair (loss, aux); it returned "
-            f"{shown(output)}."
+            f"With has_aux=True the loss must return (loss, aux); it returned {shown(output)}."
         )
     pair: tuple[Any, Any] = output if has_aux else (output, None)
     loss, aux = pair
     if eqx.is_array_like(loss) and jnp.shape(loss) == ():
         loss = jnp.asarray(loss)
         if not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise ValueError(
-                f"The loss must be a real floating-point number; its dtype is {loss.dtype}."
-            )
+            raise ValueError(f"The loss must be a real floating-point number, not {loss.dtype}.")
         return loss, aux
     if not eqx.is_array_like(loss):
         found = "None" if loss is None else f"a {type(loss).__name__}"
