@@ -185,16 +185,10 @@ REFUSED = {
 }
 # What follows from several entries together, or from numbers: the schema does not know.
 BEYOND_A_SCHEMA = {
-    "float64": (
-        having("noise", '"float64"'),
-        "dtypes.noise: found float64 while jax_enable_x64 is",
-    ),
+    "float64": (having("noise", '"float64"'), "noise: found float64 while jax_enable_x64 is off"),
     "accumulate": (having("accumulate", '"bfloat16"'), "found bfloat16, narrower.*unsafe = true"),
     "value": (scaled("3"), "loss_scale.value: found 3; allowed: a power of two"),
-    "none and value": (
-        DTYPES + SCALE.replace("static", "none"),
-        "value: found 2; allowed: 1 where",
-    ),
+    "none and value": (DTYPES + SCALE.replace("static", "none"), "value: found 2; allowed: 1"),
     "pattern": (DTYPES + RULE.replace('"a"', '"a b"'), r"modules\[0\].match: found 'a b'"),
     "same rule": (DTYPES + RULE + RULE, "modules.match: found 'a' twice; allowed: each once"),
 }
@@ -253,37 +247,22 @@ def test_what_holds_of_two(files):
 
 BASE = 'extends = "base.toml"\n'
 UNSAFE = "unsafe = true" + having("noise", '"bfloat16"')
+NARROW = "narrow_optimizer = true" + DTYPES + 'optimizer = "float16"'
 EXTENDING = {
-    "no preset": (
-        'extends = "mixed_bf16"',
-        "",
-        "extends: policy preset: found 'mixed_bf16'; .*near",
-    ),
+    "no preset": ('extends = "mixed_bf16"', "", "extends: policy preset: found 'mixed_bf16'"),
     "itself": ('extends = "top.toml"', "", "extends: found 'top.toml', which closes a circle"),
     "a circle": (BASE, 'extends = "./top.toml"', r"\(top.toml -> base.toml -> top.toml\); allowed"),
     "its own key": (BASE + "x = 1", DTYPES, "x: found an unknown key"),
-    "base is not whole": (
-        BASE,
-        without("noise"),
-        "extends .*base.toml: dtypes.noise: found nothing",
-    ),
-    "unsafe is not inherited": (
-        BASE,
-        UNSAFE,
-        "dtypes.noise: found bfloat16, narrower than float32",
-    ),
-    "nor is narrow_optimizer": (
-        BASE,
-        "narrow_optimizer = true" + DTYPES + 'optimizer = "float16"',
-        "dtypes.optimizer: found float16, narrower than float32.*narrow_optimizer = true",
-    ),
+    "not whole": (BASE, without("noise"), "extends .*base.toml: dtypes.noise: found nothing"),
+    "unsafe is not inherited": (BASE, UNSAFE, "noise: found bfloat16, narrower than float32"),
+    "nor is narrow_optimizer": (BASE, NARROW, "optimizer: found float16, narrower than float32"),
 }
 
 
 @pytest.mark.parametrize("case", EXTENDING)
 def test_refuses_files_that_extend(case, files):
     top, base, message = EXTENDING[case]
-    folder = files(top=top, **({} if base is None else {"base": base}))
+    folder = files(top=top, base=base)
     with pytest.raises(ValueError, match=message) as error:
         load_policy(folder / "top.toml")
     assert str(error.value).startswith(f"{folder / 'top.toml'}: ")

@@ -118,7 +118,6 @@ def test_str_parses_back_to_an_equal_policy(settings, rules):
         ("x=f32", r"key: found 'x'; allowed: params \(p\), compute \(c\), output \(o\), .*module"),
         ("p=f32,p=f32", "params: found a second value, 'f32'; allowed: each key once"),
         ("module:x=f32,module:x=f16", "module:x: found a second value"),
-        ("module:a b=f32", r"modules\[0\].match: found 'a b'; allowed: "),
         *(
             (f"module:x=f32:{x}", "module:x: .*:wide")
             for x in ("narrow", "wide:wide", "optional:wide")
@@ -126,22 +125,9 @@ def test_str_parses_back_to_an_equal_policy(settings, rules):
         ("matmul=f32", "matmul.forward: found 'float32'; allowed: float8_e4m3fn"),
         ("matmul=f16:", "matmul.backward: found ''; allowed: "),
         ("matmul=f16:f16:batch", "matmul.scaling: found 'batch'; .*privacy guarantee"),
-        (
-            "optimizer=bf16",
-            "dtypes.optimizer: found bfloat16, narrower than float32.*costs no priv",
-        ),
-        ("optimizer=int8", "dtypes.optimizer: found 'int8'; .*second moment underflows"),
-        ("rounding=up", "params.rounding: found 'up'; allowed: nearest, stochastic"),
         ("loss_scale=big", "loss_scale.value: found 'big'; allowed: a number: .*power of two"),
-        ("loss_scale=1000", "loss_scale.value: found 1000.0; allowed: a power of two"),
-        (
-            "matmul_precision=high",
-            "matmul_precision: found 'high'; allowed: default, tensorfloat32",
-        ),
         ("unsafe=yes", "unsafe: found 'yes'; allowed: true, false"),
-        ("a=bf16", "dtypes.accumulate: found bfloat16, narrower than float32; .*unsafe"),
         ("n=f16", "dtypes.noise: found float16, narrower than float32; .*unsafe"),
-        ("f64", "dtypes.compute: found float64 while jax_enable_x64 is off; .*JAX_ENABLE_X64=1"),
         ("module:x=f64", "module:x: found float64 while jax_enable_x64 is off"),
     ],
 )
