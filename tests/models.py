@@ -67,9 +67,10 @@ def mlp_loss(model: eqx.nn.MLP, x: Array, label: Array) -> Array:
     return cross_entropy(model(x), label)
 
 
-def _draw_mlp(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
+def _draw(shape: tuple[int, ...], rng: np.random.Generator, size: int) -> tuple[Any, ...]:
+    """Arrays of a shape, each with one of three labels."""
     return (
-        jnp.asarray(rng.normal(size=(size, 6)), jnp.float32),
+        jnp.asarray(rng.normal(size=(size, *shape)), jnp.float32),
         jnp.asarray(rng.integers(0, 3, size), jnp.int32),
     )
 
@@ -77,7 +78,7 @@ def _draw_mlp(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
 @functools.cache
 def mlp(depth: int = 2) -> Case:
     model = eqx.nn.MLP(6, 3, 8, depth, activation=jnp.tanh, key=jax.random.key(2))
-    return Case("mlp", model, mlp_loss, _draw_mlp)
+    return Case("mlp", model, mlp_loss, functools.partial(_draw, (6,)))
 
 
 @functools.cache
@@ -116,16 +117,9 @@ def cnn_loss(model: CNN, image: Array, label: Array) -> Array:
     return cross_entropy(model(image), label)
 
 
-def _draw_images(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
-    return (
-        jnp.asarray(rng.normal(size=(size, 1, 8, 8)), jnp.float32),
-        jnp.asarray(rng.integers(0, 3, size), jnp.int32),
-    )
-
-
 @functools.cache
 def cnn() -> Case:
-    return Case("cnn", CNN(jax.random.key(3)), cnn_loss, _draw_images)
+    return Case("cnn", CNN(jax.random.key(3)), cnn_loss, functools.partial(_draw, (1, 8, 8)))
 
 
 # One transformer block with an embedding that is tied to the output.

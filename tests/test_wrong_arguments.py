@@ -1,5 +1,7 @@
 """Public functions refuse arguments of wrong types, and the error names the argument."""
 
+import functools
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -30,6 +32,7 @@ def made(loss=loss, optimizer=SGD, plan=PLAN, **options):
 
 GRAD_FN, STEP = clipped(), made()
 STATE, MASK = STEP.init(MODEL), np.zeros(8, bool)
+BOUND = functools.partial(GRAD_FN, MODEL)
 
 
 def trained(step=STEP, data=(X, Y), **options):
@@ -66,8 +69,8 @@ CASES = [
     ("batch argument 0", lambda x: GRAD_FN(MODEL, x, Y), ("x", 3, [[1.0]] * 8)),
     ("is_padding_example", lambda x: GRAD_FN(MODEL, X, Y, is_padding_example=x), ("x", 3, X)),
     ("neighboring_relation", GRAD_FN.sensitivity, (None, "x", 1)),
-    ("grad_fn", lambda x: dp.explain(x, MODEL, X), (None, "x", loss)),
-    ("grad_fn", lambda x: dp.plan_memory(x, MODEL, X), (None, "x", loss)),
+    ("grad_fn", lambda x: dp.explain(x, MODEL, X), (None, "x", loss, BOUND)),
+    ("grad_fn", lambda x: dp.plan_memory(x, MODEL, X), (None, "x", loss, BOUND)),
     ("plan", lambda x: dp.explain(GRAD_FN, MODEL, X, Y, plan=x), ("x", 1)),
     ("plan", lambda x: dp.tune(GRAD_FN, MODEL, X, Y, plan=x), ("x", 1)),
     ("sampling_prob", lambda x: dp.PrivacyPlan(x, 3, 1.0, 1e-5), NUMBERS),
@@ -78,7 +81,7 @@ CASES = [
     ("text", dp.PrivacyPlan.from_json, (None, 1, {})),
     ("num_examples", lambda x: PLAN.sampler(x, seed=1), NUMBERS),
     ("seed", lambda x: PLAN.sampler(8, seed=x), ("x", 1.5, [1])),
-    ("grad_fn", lambda x: PLAN.privatizer(x, key=1), (None, "x", loss)),
+    ("grad_fn", lambda x: PLAN.privatizer(x, key=1), (None, "x", loss, BOUND)),
     ("key", lambda x: PLAN.privatizer(GRAD_FN, key=x), ("x", 1.5)),
     ("an optimizer", lambda x: PLAN.privatizer(clipped(), key=1).init(x), ("x", 3, loss)),
     ("updates", lambda x: dp.apply_updates(MODEL, x), (3, "x", X, MODEL.weight)),
@@ -104,6 +107,7 @@ CASES = [
     ("records", dp.Records, (None, "x", 3, {})),
     ("decode", lambda x: dp.Records([1], x), ("x", 3)),
     ("state", lambda x: STEP(x, X, Y, is_padding_example=MASK), (None, "x", MODEL)),
+    ("is_padding_example is missing", lambda x: STEP(STATE, X, Y, is_padding_example=x), (None,)),
     ("step", lambda x: trained(x), (None, "x", GRAD_FN)),
     ("data", lambda x: trained(data=x), (None, "x", 3, ())),
     ("directory", lambda x: trained(directory=x), (3, object(), b"x", ["x"])),
@@ -137,3 +141,4 @@ def test_the_first_error_is_ours_and_names_the_argument(name, call, wrong, unche
         text = str(caught.value)
         assert name in text.split(";")[0], f"{value!r}: {text}"
         assert "0.7531" not in text  # no data
+        assert "Linear(" not in text  # no model

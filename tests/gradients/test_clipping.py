@@ -77,7 +77,7 @@ def on_mesh(options):
             ("Quantile", "book_keeping"),
             ("AutoS", "ghost"),
             ("PerLayer", "per_example"),
-            ("Quantile", "bfloat16"),
+            ("Quantile", "float16"),
             ("AutoS", "rescaled"),
         ],
     ),

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import eqx_dp as dp
 from tests import oracle
+from tests.sharding.losses import mesh_of
 
 pytestmark = pytest.mark.optimized
 
@@ -50,7 +51,7 @@ def through(function, where):
 
 def loss_with(function, where):
     rule = through(function, where)
-    return lambda params, x: jnp.sum(rule(params * x)) ** 2
+    return lambda params, x: jnp.sum(rule(params * x.reshape(3))) ** 2
 
 
 WHERE = ["loss", "jvp rule", "forward rule", "backward rule"]
@@ -99,13 +100,18 @@ def psum(x):
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_a_collective_over_the_example_axis_is_refused(kind, where):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
-    rules = dp.ShardingRules(mesh, examples=("data",))
-    with jax.set_mesh(mesh), refused(match=r"psum.*data|data.*psum"):
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("keep_batch_dim", [False, True])
+def test_a_collective_over_the_example_axis_is_refused(kind, where, keep_batch_dim):
+    """Also where the loss insists on a batch of one.
+
+    With axes of length one JAX leaves it out, and a batch of two cannot be traced.
+    """
+    loss, rules = loss_with(psum, where), dp.ShardingRules(mesh_of(kind, data=4))
+    with jax.set_mesh(rules.mesh), refused(match=r"psum.*data|data.*psum"):
         batch = rules.shard_batch(jnp.tile(EXAMPLES, (2, 1)))
-        clipped(loss_with(psum, where), sharding=rules)(rules.shard(PARAMS), batch)
+        grad_fn = clipped(loss, sharding=rules, keep_batch_dim=keep_batch_dim)
+        grad_fn(rules.shard(PARAMS), batch)
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -120,21 +126,6 @@ def test_a_collective_over_an_axis_that_the_user_binds_is_refused(where):
     )
     with refused(match=r"'psum' over the axis 'data'"):
         jax.jit(sharded)(EXAMPLES)
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_a_collective_is_found_where_the_loss_insists_on_a_batch_of_one(where):
-    """With axes of length one JAX leaves it out, and a batch of two cannot be traced."""
-    rule = through(psum, where)
-
-    def loss(params, x):
-        return jnp.sum(rule(params * x.reshape(3)))
-
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    rules = dp.ShardingRules(mesh, examples=("data",))
-    with jax.set_mesh(mesh), refused(match=r"psum.*data|data.*psum"):
-        batch = rules.shard_batch(jnp.tile(EXAMPLES, (2, 1)))
-        clipped(loss, sharding=rules, keep_batch_dim=True)(rules.shard(PARAMS), batch)
 
 
 def test_a_model_that_is_the_same_on_all_devices_of_an_enclosing_shard_map():
@@ -245,8 +236,7 @@ def test_padding_never_fails_a_check(size, first, method):
 
 
 def test_padding_on_a_device_of_its_own_fails_no_check():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    rules = dp.ShardingRules(mesh, examples=("data",))
+    rules = dp.ShardingRules(mesh_of("auto", data=4))
     batch, is_padding = jnp.zeros((8, 3)).at[0].set(1.0), np.arange(8) > 0
     batch, is_padding = rules.shard_batch((batch, is_padding))
     grads = clipped(checked(), sharding=rules)(PARAMS, batch, is_padding_example=is_padding)

@@ -217,24 +217,6 @@ def test_a_state_that_was_used_up_is_named():
     assert_same(after, step(copied, XS[:4], YS[:4], is_padding_example=mask))
 
 
-def test_what_is_not_trained_is_kept():
-    """A penalty moves it neither, nor weight decay."""
-
-    def loss(pair, x, y):
-        return runs.loss(pair[0], x, y) + jnp.sum(pair[1] ** 2)
-
-    pair, optimizer = (small_model(), jnp.arange(3.0)), optax.adamw(1e-2, weight_decay=0.1)
-    state = run(seeded(optimizer=optimizer, loss=loss, filter_spec=(True, False)), pair)
-    np.testing.assert_array_equal(state.model[1], pair[1])
-    assert not np.array_equal(state.model[0].weight, pair[0].weight)
-
-
-def test_a_step_without_the_mask_is_refused(unchecked):
-    step = seeded()
-    with pytest.raises(ValueError, match=r"is_padding_example is missing.*sampler.take"):
-        step(step.init(small_model()), XS, YS, is_padding_example=None)
-
-
 @pytest.mark.slow
 def test_a_batch_may_be_filled_anew_after_the_call():
     """JAX reads numpy arrays where they lie, and a step may be under way when it returns."""

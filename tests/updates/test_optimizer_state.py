@@ -103,7 +103,10 @@ def test_the_bits_are_of_the_seed_the_step_and_the_path():
 
 @pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float32])
 def test_what_is_frozen_keeps_its_dtype_unless_a_rule_has_one(given):
-    """Layer 0 is frozen, a rule stores layer 1 in bfloat16, of which the bias is frozen too."""
+    """Layer 0 is frozen, a rule stores layer 1 in bfloat16, of which the bias is frozen too.
+
+    Weight decay moves none of it.
+    """
     case = models.mlp()
     policy = dp.parse_policy("p=f32,c=bf16,o=f32,module:layers.1=bf16:params=bf16")
     cast = lambda x: x.astype(given) if eqx.is_inexact_array(x) else x  # noqa: E731
@@ -112,7 +115,8 @@ def test_what_is_frozen_keeps_its_dtype_unless_a_rule_has_one(given):
     nothing = jax.tree.map(lambda _: False, model)
     spec = eqx.tree_at(where, nothing, replace_fn=lambda _: True)
     options = {"policy": policy, "filter_spec": spec, "loss": case.loss}
-    step, batch = seeded(optimizer=optax.adam(0.1), **options), case.batch(8)
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    step, batch = seeded(optimizer=optimizer, **options), case.batch(8)
     state = step.init(model)
     for _ in range(2):
         after = step(state, *batch, is_padding_example=MASK)
