@@ -330,6 +330,12 @@ def data_step(name, model, example, dtype):
     return module.make_step(PLAN, MIXED, 2000, 0), model, batch
 
 
+def assert_private(step, model, batch):
+    (mask,) = step.shard_batch((np.zeros(len(batch[0]), bool),))
+    report = dp.check_privacy(step, step.init(model), *batch, is_padding_example=mask)
+    report.raise_if_violated()
+
+
 STEPS = {
     "gpt": lambda: text_step(adapters=False),
     "lora": lambda: text_step(adapters=True),
@@ -341,7 +347,4 @@ STEPS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_the_step_of_an_example_is_private(name):
-    step, model, batch = STEPS[name]()
-    (mask,) = step.shard_batch((np.zeros(len(batch[0]), bool),))
-    report = dp.check_privacy(step, step.init(model), *batch, is_padding_example=mask)
-    report.raise_if_violated()
+    assert_private(*STEPS[name]())

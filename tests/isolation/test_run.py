@@ -243,11 +243,16 @@ HIDDEN = {
 KINDS = ["psum", "custom_vmap_call", "io_callback", "unvmap_max", "random_bits", "new_ref"]
 
 
+def mapped_run(function):
+    """The results for all examples, each of which is run apart, with the axis bound outside."""
+    within = lambda x: run_apart(function, NO_LOSS, x[None])[0]  # noqa: E731
+    return jax.vmap(within, axis_name="examples")(EXAMPLES)
+
+
 def refuse(function, primitive):
     """It is refused by name and line."""
-    within = lambda x: run_apart(function, NO_LOSS, x[None])  # noqa: E731
     with pytest.raises(ValueError, match=r"may depend on other examples") as caught:
-        jax.vmap(within, axis_name="examples")(EXAMPLES)
+        mapped_run(function)
     assert f"'{primitive}'" in str(caught.value)
     assert "test_run.py" in str(caught.value)
     return str(caught.value)
@@ -292,10 +297,8 @@ def test_what_depends_on_no_example_may_do_anything():
         total = lax.psum(jnp.arange(4.0), "examples") + jax.random.normal(key, (4,))
         return x * (total + eqxi.unvmap_max(jnp.arange(4)))
 
-    within = lambda x: run_apart(function, NO_LOSS, x[None])[0]  # noqa: E731
-    results = jax.vmap(within, axis_name="examples")(EXAMPLES)
     expected = EXAMPLES * (4 * jnp.arange(4.0) + jax.random.normal(key, (4,)) + 3)
-    np.testing.assert_allclose(results, expected, rtol=1e-6)
+    np.testing.assert_allclose(mapped_run(function), expected, rtol=1e-6)
 
 
 def test_mixing_that_nothing_comes_of_is_no_matter():
@@ -303,10 +306,7 @@ def test_mixing_that_nothing_comes_of_is_no_matter():
         jax.debug.callback(lambda total: None, lax.psum(x, "examples"))
         return x * 2
 
-    results = jax.vmap(lambda x: run_apart(function, NO_LOSS, x[None])[0], axis_name="examples")(
-        EXAMPLES
-    )
-    np.testing.assert_array_equal(results, EXAMPLES * 2)
+    np.testing.assert_array_equal(mapped_run(function), EXAMPLES * 2)
 
 
 def test_what_another_function_on_the_host_has_seen_is_not_read():

@@ -135,9 +135,7 @@ def test_a_method_that_would_return_parameters_that_were_cast_is_refused():
             return eqx.tree_at(lambda m: m.weight, self, self.weight + 1)
 
     model = dp.apply_policy(Growing(jnp.ones(2)), policy_of())
-    with pytest.raises(
-        ValueError, match=r"Growing.grown returns a Growing.*apply_policy\(model, N"
-    ):
+    with pytest.raises(ValueError, match=r"grown returns a Growing.*apply_policy\(model, None"):
         model.grown()
 
 
@@ -234,9 +232,7 @@ def test_pairing_again_changes_nothing():
 def test_what_cannot_be_paired():
     policy, other = policy_of(), policy_of("Head=float16")
     model = dp.apply_policy(net(), policy)
-    with pytest.raises(
-        ValueError, match=r"paired with params=.*, and params=.*module:Head=float16"
-    ):
+    with pytest.raises(ValueError, match=r"paired with params=.*, and params=.*Head=float16"):
         dp.apply_policy(model, other)
     assert dp.apply_policy(dp.apply_policy(model, None), other) is not model
     with pytest.raises(ValueError, match=r"model is a dict: only an eqx.Module.*policy=policy"):

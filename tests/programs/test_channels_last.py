@@ -53,20 +53,12 @@ def check(function, *args, is_moved=True):
 
 
 # Shapes of images and kernel, options, and whether the convolution is moved.
+LAYOUT = {"dimension_numbers": ("CHWN", "IHWO", "HWNC")}
+DILATED = {"lhs_dilation": (2, 3), "rhs_dilation": (1, 2), "padding": ((2, 1), (0, 3))}
 KINDS = {
     "2-D": ((2, 3, 7, 6), (4, 3, 3, 2), {}, True),
-    "another layout": (
-        (3, 7, 6, 2),
-        (3, 3, 2, 4),
-        {"dimension_numbers": ("CHWN", "IHWO", "HWNC")},
-        True,
-    ),
-    "dilated": (
-        (2, 3, 7, 6),
-        (4, 3, 3, 2),
-        {"lhs_dilation": (2, 3), "rhs_dilation": (1, 2), "padding": ((2, 1), (0, 3))},
-        True,
-    ),
+    "another layout": ((3, 7, 6, 2), (3, 3, 2, 4), LAYOUT, True),
+    "dilated": ((2, 3, 7, 6), (4, 3, 3, 2), DILATED, True),
     "groups": ((2, 6, 7, 6), (4, 3, 3, 2), {"feature_group_count": 2}, True),
     "depthwise": ((2, 3, 7, 6), (3, 1, 3, 2), {"feature_group_count": 3}, False),
     "groups of images": ((6, 3, 7, 6), (9, 3, 3, 2), {"batch_group_count": 3}, False),

@@ -85,9 +85,7 @@ def fully_sharded(place=None, channel=None):
 def shards_across_hosts(place, channel):
     """What is said of a mesh whose second axis goes from one host to the other."""
     devices = np.array(jax.devices()).reshape(2, -1).T
-    with pytest.raises(
-        ValueError, match="axes model go over devices of several processes"
-    ) as error:
+    with pytest.raises(ValueError, match="axes model go over devices of several") as error:
         dp.ShardingRules(Mesh(devices, ("data", "model"))).local_shards()
     return str(error.value)
 
@@ -165,6 +163,5 @@ def test_an_example_that_two_hosts_would_share_is_refused(on_two_hosts):
 
 @pytest.mark.slow
 def test_parts_that_were_not_put_together_are_refused(on_two_hosts):
-    assert (
-        on_two_hosts(parts_by_themselves, devices=2) == [["engine", "traced", "check", "step"]] * 2
-    )
+    ways = ["engine", "traced", "check", "step"]
+    assert on_two_hosts(parts_by_themselves, devices=2) == [ways] * 2
