@@ -71,6 +71,7 @@ CASES = [
     ("neighboring_relation", GRAD_FN.sensitivity, (None, "x", 1)),
     ("grad_fn", lambda x: dp.explain(x, MODEL, X), (None, "x", loss, BOUND)),
     ("grad_fn", lambda x: dp.plan_memory(x, MODEL, X), (None, "x", loss, BOUND)),
+    ("grad_fn", lambda x: dp.tune(x, MODEL, X), (None, "x", loss, BOUND)),
     ("plan", lambda x: dp.explain(GRAD_FN, MODEL, X, Y, plan=x), ("x", 1)),
     ("plan", lambda x: dp.tune(GRAD_FN, MODEL, X, Y, plan=x), ("x", 1)),
     ("sampling_prob", lambda x: dp.PrivacyPlan(x, 3, 1.0, 1e-5), NUMBERS),

@@ -21,6 +21,7 @@ from tests.audit.by_hand import (
     stepped,
     weighted,
 )
+from tests.tiers import curated
 
 # Gradients that are wrong, each in a step that is otherwise right.
 
@@ -84,9 +85,7 @@ GRADIENTS = {
 QUICK = ("clipped leaf by leaf", "poisoned", "padding counts")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in GRADIENTS]
-)
+@pytest.mark.parametrize("name", curated(GRADIENTS, QUICK))
 def test_a_wrong_gradient(name):
     gradient, rule = GRADIENTS[name]
     report = audited(*stepped(gradient))
@@ -140,9 +139,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize(
-    "result", ["2.size", *(pytest.param(r, marks=pytest.mark.slow) for r in ("2", "0.bias"))]
-)
+@pytest.mark.parametrize("result", curated(BESIDE, ["2.size"]))
 def test_results_beside_the_release(result):
     step, state = stepped(clipped)
 

@@ -17,6 +17,7 @@ from jax import lax
 import eqx_dp as dp
 from eqx_dp.programs import safe_in_conditionals
 from tests import oracle
+from tests.tiers import curated
 
 
 @pytest.mark.parametrize("sizes", [(3, 4, 2), (2, 32, 32), (8, 3, 3)])
@@ -44,10 +45,7 @@ def attention(model, x):
     return jax.nn.softmax(q @ k.T) @ v
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["ghost", *(pytest.param(m, marks=pytest.mark.slow) for m in ("book_keeping", "per_example"))],
-)
+@pytest.mark.parametrize("method", curated(["ghost", "book_keeping", "per_example"], ["ghost"]))
 def test_attention_of_three_tokens(method):
     keys = jax.random.split(jax.random.key(0), 4)
     model = {name: eqx.nn.Linear(4, 4, key=key) for name, key in zip("qkv", keys, strict=False)}

@@ -228,16 +228,7 @@ ALARMS = np.linspace(0, 1, 1001)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "REPLACE_ONE",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("ADD_OR_REMOVE_ONE", "REPLACE_SPECIAL")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["REPLACE_ONE", "ADD_OR_REMOVE_ONE", "REPLACE_SPECIAL"])
 def test_without_sampling_it_is_that_of_two_normal_distributions(name):
     """n steps with noise multiplier s are as one with s / sqrt(n) (Dong et al. 2022)."""
     relation = dp.NeighboringRelation[name]

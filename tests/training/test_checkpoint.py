@@ -11,6 +11,7 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.training import CheckpointWarning
+from tests.tiers import curated
 from tests.training import runs
 from tests.training.runs import assert_same, make, small_model
 
@@ -45,9 +46,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["narrow", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "narrow")]
-)
+@pytest.mark.parametrize("name", curated(CASES, ["narrow"]))
 def test_a_state_comes_back_bit_for_bit(name, tmp_path, recwarn):
     options, model = CASES[name]
     step = make(**options)
@@ -63,7 +62,7 @@ def test_a_state_comes_back_bit_for_bit(name, tmp_path, recwarn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_other_numbers_of_devices(kind, tmp_path):
     many = make(sharding=runs.rules_of(kind), ema=0.9)
     state = runs.trainer(tmp_path, many).run(small_model(), steps=4)

@@ -69,9 +69,7 @@ CHANGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x == "microbatch" else pytest.mark.slow) for x in CHANGES]
-)
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_program_may_change_between_starts_without_a_flag(name, tmp_path, recording, recwarn):
     """And changes back, and has fresh noise and samples each time."""
     one, other = recording.step(), recording.step(**CHANGES[name]())

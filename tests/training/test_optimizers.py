@@ -9,6 +9,7 @@ import optax.contrib
 import pytest
 
 from tests.optimizers import AROUND
+from tests.tiers import curated
 from tests.training.runs import XS, YS, leaves, seeded, small_model
 from tests.training.test_step import counted_compilations
 
@@ -19,7 +20,6 @@ OPTIMIZERS = {
     "muon": lambda: optax.contrib.muon(1e-2),
     **AROUND,
 }
-QUICK = ("adam", "schedule_free", "multi_steps")
 
 
 def taken(step, state):
@@ -28,9 +28,7 @@ def taken(step, state):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", curated(OPTIMIZERS, ["adam", "schedule_free", "multi_steps"]))
 def test_two_steps_of_optimizers_of_every_kind(name):
     """The second with the state of the first, in buffers of its own and of the same types."""
     step = seeded(optimizer=OPTIMIZERS[name]())

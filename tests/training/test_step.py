@@ -11,6 +11,7 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.privacy import GaussianPrivatizerState, fold_text, key_from_secret, stream_of
+from tests.tiers import curated
 from tests.training import runs
 from tests.training.runs import NUM_EXAMPLES, XS, YS, assert_same, leaves, seeded, small_model
 
@@ -101,9 +102,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["none", *(pytest.param(n, marks=pytest.mark.slow) for n in [*RULES][1:])]
-)
+@pytest.mark.parametrize("name", curated(RULES, ["none"]))
 def test_a_step_is_traced_and_compiled_once(name):
     traces = 0
 

@@ -64,25 +64,16 @@ def _(kept: Array, g: Array, perturbed: Any, m: Any, x: Array) -> Any:
 
 
 def by_equinox(m: Any, x: Array) -> Array:
-    return eqxi.while_loop(
-        lambda s: s[0] < 3,
-        lambda s: (s[0] + 1, jnp.tanh(s[1] @ m["w"])),
-        (0, x),
-        max_steps=4,
-        kind="checkpointed",
-        checkpoints=2,
-    )[1]
+    options = {"max_steps": 4, "kind": "checkpointed", "checkpoints": 2}
+    body = lambda s: (s[0] + 1, jnp.tanh(s[1] @ m["w"]))  # noqa: E731
+    return eqxi.while_loop(lambda s: s[0] < 3, body, (0, x), **options)[1]
 
 
 def until_small(m: Any, x: Array) -> Array:
     """As many steps as the data takes."""
-    return eqxi.while_loop(
-        lambda s: jnp.sum(s**2) > 2,
-        lambda s: 0.5 * jnp.tanh(s @ m["w"]) + 0.1,
-        x,
-        max_steps=8,
-        kind="checkpointed",
-    )
+    options = {"max_steps": 8, "kind": "checkpointed"}
+    body = lambda s: 0.5 * jnp.tanh(s @ m["w"]) + 0.1  # noqa: E731
+    return eqxi.while_loop(lambda s: jnp.sum(s**2) > 2, body, x, **options)
 
 
 def energy(m: Any, x: Array) -> Array:
