@@ -127,10 +127,7 @@ def loss_of_the_batch(model, x, y, mask):
 
 
 BESIDE = {
-    "2": lambda model, state, before, x, y, mask: (
-        *(model, state),
-        loss_of_the_batch(before, x, y, mask),
-    ),
+    "2": lambda model, state, *call: (model, state, loss_of_the_batch(*call)),
     "2.size": lambda model, state, before, x, y, mask: (model, state, {"size": jnp.sum(~mask)}),
     "0.bias": lambda model, state, before, x, y, mask: (
         {**model, "bias": model["bias"] + jnp.where(mask, 0, jnp.isnan(y)).sum()},
