@@ -42,19 +42,13 @@ AROUND = {
 
 def offered():
     """Functions of optax that make an optimizer, by name."""
-    aliases = inspect.getmodule(optax.adam)
-    by_name = {
-        name: getattr(optax, name, None) for name in dir(aliases) if not name.startswith("_")
-    }
-    by_name |= {
-        name: getattr(optax.contrib, name)
-        for name in dir(optax.contrib)
-        if not name.startswith("_")
-    }
+    by_name = {name: getattr(optax, name, None) for name in dir(inspect.getmodule(optax.adam))}
+    by_name |= {name: getattr(optax.contrib, name) for name in dir(optax.contrib)}
     return {
         name: function
         for name, function in by_name.items()
-        if inspect.isfunction(function) and name not in {*SPECIAL, *AROUND}
+        if inspect.isfunction(function) and not name.startswith("_")
+        if name not in {*SPECIAL, *AROUND}
     }
 
 

@@ -24,14 +24,8 @@ def test_frozen_leaves_do_not_count_in_the_norm():
 
 
 def test_a_frozen_leaf_may_be_anything():
-    model = {
-        "w": jnp.ones(2),
-        "table": jnp.arange(2),
-        "name": "text",
-        "fun": jnp.sin,
-        "nothing": None,
-        "number": 2.0,
-    }
+    model = {"w": jnp.ones(2), "table": jnp.arange(2), "name": "text"}
+    model |= {"fun": jnp.sin, "nothing": None, "number": 2.0}
 
     def loss(model, x):
         scale = model["fun"](model["number"]) * (model["name"] == "text")
