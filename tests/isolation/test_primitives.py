@@ -138,6 +138,7 @@ def test_no_example_changes_another(name):
     assert not changed_others(lambda x: run_apart(CASES[name], NO_LOSS, x))
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX 0.12 has mended betainc")
 def test_the_hard_examples_show_a_loop_that_goes_on_for_all():
     beta = jax.vmap(lambda x: lax.betainc(abs(x[0]), abs(x[1]), jax.nn.sigmoid(x[2])))
     assert changed_others(beta)
