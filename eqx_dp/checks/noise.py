@@ -54,7 +54,7 @@ def noise(
         batches = {record.sources[term.leaf[0]].batches for row in rows for term in row}
         own = batches.pop() if len(batches) == 1 else frozenset[Any]()
         record.releases[context.path] = Release(
-            rows, mark.stddev, mark.correlation, is_exact, own, context, mark.is_certified
+            rows, mark.stddev, mark.correlation, is_exact, own, context
         )
     after = stream._replace(at=context.path, loops=loops_of(context))
     return [*noisy, *(Fact(token=after._replace(part=part)) for part in range(count))]

@@ -107,7 +107,7 @@ def check_privacy(
       undecided: they are in no program.
     - an array that the step closes over, as long as the batch or the data (`sampler=`):
       undecided.
-    - noise that is not certified; no release at all, with a plan: undecided.
+    - no release at all, with a plan: undecided.
     - an error within the check: undecided, with the line.
 
     It does not see: what a caller does with results; timing, beyond loops and branches; numbers

@@ -135,7 +135,6 @@ class Release(NamedTuple):
         is_exact: whether the bounds of the rows are reached.
         batches: in whose turns it is of other batches.
         context: where.
-        is_certified: whether the noise is the one that is proven.
     """
 
     rows: tuple[Terms, ...]
@@ -144,7 +143,6 @@ class Release(NamedTuple):
     is_exact: bool
     batches: frozenset[Hashable]
     context: Context
-    is_certified: bool
 
 
 def noise_multiplier(releases: Sequence[Release], sources: Mapping[Any, Source]) -> float:

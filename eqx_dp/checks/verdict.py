@@ -193,9 +193,6 @@ def _against_plan(
     if steps > plan.steps:
         text = f"a call takes {steps} steps, and the plan accounts for {plan.steps}"
         found.append(Finding("noise", text, lines, "Make a plan with as many steps."))
-    if not all(release.is_certified for release in releases):
-        text = "the noise is not certified, so epsilon is not proven (plan.uncertified_delta)"
-        found.append(Finding("noise", text, lines, _CERTIFY, is_decided=False))
     return found
 
 
@@ -207,7 +204,6 @@ def _is_tight(record: Record, releases: Sequence[Release]) -> bool:
 
 
 _NAME_DATA = "Name the arguments that hold the batch, and its mask, in private=."
-_CERTIFY = "Leave certified=False out, or take a policy whose noise dtype is float32 or wider."
 _MORE_NOISE = (
     "The standard deviation must be the plan's noise multiplier times this sensitivity, as "
     "plan.privatizer sets it; for k sums with noise each, sqrt(k) times as much."

@@ -105,9 +105,6 @@ def run(arguments: argparse.Namespace) -> str:
         f"{plan.delta!r}, dp.NeighboringRelation.{plan.neighboring_relation.name})"
         if arguments.plan is None
         else f"dp.PrivacyPlan.from_json(pathlib.Path({str(arguments.plan)!r}).read_text())",
-        "for certified noise; with certified=False, true delta is, for every epsilon, at least "
-        f"{plan.uncertified_delta(1):.2g}, and {plan.uncertified_delta(10**6):.2g} for gradients "
-        "that are spread over a million parameters",
     )
     return "\n".join(lines)
 

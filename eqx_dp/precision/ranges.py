@@ -40,14 +40,13 @@ def check_sum_range(
 
 
 def check_noise_range(stddev: float, dtype: Any) -> None:
-    """Refuses a standard deviation at the ends of the noise dtype's range.
+    """Refuses a standard deviation at the ends of the range of its dtype: float32, or wider.
 
     The longest noise, of 19 standard deviations, is within the range. Numbers below it, which a
     machine may take for zero, are at most 2^-22 standard deviations in all 2^32 entries of a leaf.
-    (Not so in an unsafe dtype, narrower than float32.)
     """
     limits = jnp.finfo(dtype)
-    least = float(limits.smallest_normal) * (2.0**39 if limits.nmant >= 23 else 1.0)
+    least = float(limits.smallest_normal) * 2.0**39
     if not least <= stddev <= float(limits.max) / 32:
         raise ValueError(
             f"stddev {stddev} is beyond the normal range of the noise dtype {dtype} "

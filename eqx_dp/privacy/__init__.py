@@ -7,7 +7,6 @@ from .accounting import NeighboringRelation as NeighboringRelation
 from .accounting import check_relation as check_relation
 from .composition import Composition as Composition
 from .composition import compose as compose
-from .gaussian import can_certify as can_certify
 from .keys import Secret as Secret
 from .keys import checked_secret as checked_secret
 from .keys import digest as digest

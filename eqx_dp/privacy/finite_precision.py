@@ -1,14 +1,13 @@
-"""What finite precision costs: what a plan charges for certified noise, a bound for any other."""
+"""What finite precision costs: what a plan charges for it."""
 
 import math
-from typing import Any, SupportsFloat, SupportsIndex, cast
+from typing import Any, SupportsFloat, cast
 
 import jax
 import numpy as np
 import optax
-from scipy import stats
 
-from ..expected import real_number, whole_number
+from ..expected import real_number
 from .grid import GRID_BITS
 
 PRECISION_EPSILON = 5e-5
@@ -19,9 +18,6 @@ PRECISION_SHARE = 1e-3
 
 MOST_EPSILON = 70.0
 """That share of delta suffices for an epsilon of at most this."""
-
-_LARGEST_OF_JAX = 5.22013  # 5.2201128, and more than the rounding of what is added
-_STEP_OF_JAX = 2.0**-23
 
 
 def mean_square_error() -> float:
@@ -64,7 +60,7 @@ def within_charge(
             raise ValueError(
                 f"the plan has paid for the finite precision of {most:.3g} noisy entries in each "
                 f"of {steps} steps (delta {delta:g}); found {entries}. Train fewer parameters, "
-                "take fewer steps, or take certified=False, whose noise is not Gaussian."
+                "or take fewer steps."
             )
 
     def init(params: optax.Params) -> optax.OptState:
@@ -78,30 +74,3 @@ def within_charge(
         return privatizer.update(updates, state, params)
 
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
-
-
-def delta_of_jax_noise(
-    sampling_prob: float, steps: int, noise_multiplier: float, entries: SupportsIndex
-) -> float:
-    """A lower bound on the true delta, for every epsilon, with float32 normals of JAX.
-
-    Such a normal is at most 5.22012. A larger output occurs only if the example is there. The bound
-    is for an example whose gradient is spread evenly over that many entries and has the clip norm.
-    Each of the 2^23 values has the same probability, so their share beyond a number is that of a
-    Gaussian up to one value; and at least one of them is moved beyond the largest, unless what the
-    example adds is lost in rounding.
-
-    Args:
-        sampling_prob: of a plan.
-        steps: the same.
-        noise_multiplier: the same.
-        entries: over which the gradient is spread.
-    """
-    count = whole_number("entries", entries, least=1, most=2**63)
-    if noise_multiplier == 0:
-        return 1.0
-    moved = 1 / (noise_multiplier * math.sqrt(count))
-    lifted = float(cast(Any, stats.norm).sf(_LARGEST_OF_JAX - moved)) - _STEP_OF_JAX
-    beyond = max(lifted, _STEP_OF_JAX) if moved > 2**-20 else 0.0
-    of_step = sampling_prob * -math.expm1(count * math.log1p(-beyond))
-    return -math.expm1(steps * math.log1p(-min(of_step, 1 - 1e-16)))

@@ -1,4 +1,4 @@
-"""Gaussian noise on one leaf or many: certified, or as JAX draws it."""
+"""Gaussian noise on one leaf or many, by integers alone."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Shaped, UInt32
 
-from ..precision import Policy, stage
+from ..precision import stage
 from .chacha import NOISE, block, chacha_key, positions
 from .grid import cells_of, in_cells, on_grid, rounded
 from .integer_gaussian import WORDS, pair_of_normals, product
@@ -37,24 +37,18 @@ class Leaf(NamedTuple):
     Attributes:
         gradient: the sum.
         number: its place among the leaves of the sum.
-        dtype: of the noise.
-        result: dtype of the noisy sum.
+        result: dtype of the noisy sum. If it is narrower than float32, noise is added in float32,
+            and the noisy sum is rounded, which is post-processing.
         sharding: where it is on a mesh with Explicit axes; else None.
     """
 
     gradient: Float[Array, "..."]
     number: int
-    dtype: Any
     result: Any
     sharding: NamedSharding | None
 
 
-def can_certify(policy: Policy | None) -> bool:
-    """Whether noise can be certified: in a noise dtype of float32, or wider."""
-    return policy is None or jnp.finfo(policy.noise_dtype).nmant >= 23
-
-
-def with_certified_noise(
+def with_noise(
     leaves: Sequence[Leaf],
     stream: NoiseStream,
     stddev: float,
@@ -96,7 +90,7 @@ def with_certified_noise(
                 _noised,
                 stddev=stddev,
                 correlation=correlation,
-                result=np.dtype(first.result),
+                dtype=jnp.promote_types(first.result, jnp.float32),
                 rounds=rounds,
                 is_divided=is_divided or correlation.is_correlated,
             )
@@ -107,13 +101,15 @@ def with_certified_noise(
             gradients = [leaves[i].gradient for i in group]
             before = [[kept[i] for i in group] for kept in past]
             found, fresh = noised(words, stream.counter, names, gradients, before)
-            results |= dict(zip(group, found, strict=True))
+            with stage("grid"):
+                rounded_sums = [x.astype(first.result) for x in found]
+            results |= dict(zip(group, rounded_sums, strict=True))
             drawn |= dict(zip(group, fresh, strict=False))
         return [results[i] for i in range(len(leaves))], [drawn[i] for i in sorted(drawn)]
 
 
 @functools.partial(
-    jax.jit, static_argnames=("stddev", "correlation", "result", "rounds", "is_divided")
+    jax.jit, static_argnames=("stddev", "correlation", "dtype", "rounds", "is_divided")
 )
 def _noised(
     key: UInt32[Array, " 8"],
@@ -124,7 +120,7 @@ def _noised(
     *,
     stddev: float,
     correlation: Banded,
-    result: Any,
+    dtype: Any,
     rounds: int,
     is_divided: bool,
 ) -> tuple[list[Float[Array, "..."]], Past]:
@@ -135,7 +131,7 @@ def _noised(
     which takes two bytes an entry.
     """
     with stage("grid"):
-        sums = [gradient.astype(result) for gradient in gradients]
+        sums = [gradient.astype(dtype) for gradient in gradients]
 
     def normals(counter: Counter, position: Any, name: Any) -> tuple[Any, Any]:
         low, high = counter
@@ -306,25 +302,6 @@ def _in_two_rows(x: Shaped[Array, "..."]) -> Shaped[Array, "2 half"]:
 
 def _in_shape(rows: Shaped[Array, "2 half"], shape: tuple[int, ...]) -> Shaped[Array, "..."]:
     return rows.ravel()[: math.prod(shape)].reshape(shape)
-
-
-def with_noise_of_jax(
-    leaves: Sequence[Leaf], stream: NoiseStream, stddev: float
-) -> list[Float[Array, "..."]]:
-    """Adds what `jax.random.normal` draws, in the dtype of the noise."""
-
-    def noisy(leaf: Leaf) -> Float[Array, "..."]:
-        own = stream.key
-        for word in (*stream.counter, np.uint32(leaf.number)):
-            own = jax.random.fold_in(own, word)
-        with stage("draw"):
-            shape, where = leaf.gradient.shape, leaf.sharding
-            noise = jax.random.normal(own, shape, leaf.dtype, out_sharding=where)
-            noise = jnp.asarray(stddev, leaf.dtype) * noise
-        with stage("noise"):
-            return computed_once(leaf.gradient.astype(leaf.result) + noise.astype(leaf.result))
-
-    return [noisy(leaf) for leaf in leaves]
 
 
 def computed_once(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:

@@ -16,14 +16,7 @@ from ..programs import in_marked_equation
 from ..sharding import ShardingRules, checked_rules
 from ..shown import shapes
 from ..trees import PyTree
-from .gaussian import (
-    LEAF_BITS,
-    Leaf,
-    Past,
-    can_certify,
-    with_certified_noise,
-    with_noise_of_jax,
-)
+from .gaussian import LEAF_BITS, Leaf, Past, with_noise
 from .keys import Secret, printed_without_key, refuse_to_pickle, single_key, without_key
 from .noise_checks import check_arrays_alone, checked_gradient, noise_key, static_stddev
 from .strategies import Banded
@@ -52,7 +45,6 @@ def gaussian_privatizer(
     key: PRNGKeyArray | Secret | None = None,
     policy: Policy | JmpPolicy | None = None,
     sharding: ShardingRules | None = None,
-    certified: bool = True,
     correlation: Banded | None = None,
 ) -> optax.GradientTransformation:
     """Adds independent Gaussian noise of one standard deviation to every entry of the gradients.
@@ -90,9 +82,6 @@ def gaussian_privatizer(
     `finite_precision.md` has the proof. A plan has paid for it, and its privatizer refuses more
     entries. Assumed are a secret key, and a cipher that nobody can tell from random numbers.
 
-    With `certified=False` noise is what `jax.random.normal` draws in the noise dtype. In float32
-    that has 2^23 values between -5.42 and 5.22, and is no Gaussian (`uncertified_delta`).
-
     | case | what happens |
     |---|---|
     | `stddev` is 0 | gradients are returned unchanged, bit for bit and in their own dtype |
@@ -104,11 +93,10 @@ def gaussian_privatizer(
     | leaf is narrower than the accumulate dtype | refused, unless `policy.unsafe` |
     | leaf holds integers, booleans or complex numbers | refused |
     | one privatizer serves several groups of a tree's leaves | every leaf has its own noise |
-    | the policy's noise dtype is narrower than float32 (unsafe) | noise as by `certified=False` |
+    | the result is narrower than float32 (unsafe) | the noisy sum, made in float32, is rounded |
     | a tree has more than 2^20 leaves | refused |
     | more than 2^64 updates follow one `init` | noise repeats; a plan has fewer steps |
     | one state is given to two updates | both have the same noise; `check_privacy` reports it |
-    | `correlation`, and noise that is not certified | refused |
 
     With `correlation`, an update takes back part of the noise of updates before, which is drawn
     again, or kept in the state. One update is then no Gaussian mechanism by itself: all together
@@ -126,7 +114,6 @@ def gaussian_privatizer(
         policy: Gives the accumulate and noise dtypes, and whether narrow ones are allowed.
         sharding: The noise is placed where the rules place accumulators. The updates must then
             have the tree of the model that the rules describe.
-        certified: Whether the noise is the one that is proven.
         correlation: How noise of one step depends on that of steps before; None: independent.
 
     Returns:
@@ -157,7 +144,7 @@ def gaussian_privatizer(
         updates: optax.Updates, state: GaussianPrivatizerState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
         del params
-        how = _How(scale, policy, rules, certified, known)
+        how = _How(scale, policy, rules, known)
         noisy, stream, past = _noisy(updates, state.stream, how, state.past)
         return noisy, GaussianPrivatizerState(stream, past)
 
@@ -165,7 +152,7 @@ def gaussian_privatizer(
 
 
 def add_noise(
-    tree: PyTree[Array], state: NoiseStream, stddev: SupportsFloat, *, certified: bool = True
+    tree: PyTree[Array], state: NoiseStream, stddev: SupportsFloat
 ) -> tuple[PyTree[Array], NoiseStream]:
     """Adds independent Gaussian noise of one standard deviation to every entry of a tree.
 
@@ -198,7 +185,6 @@ def add_noise(
         state: from `noise_stream`, or from the call before.
         stddev: standard deviation of the noise, in the unit of the tree. A number, not a JAX array:
             it is part of the compiled program.
-        certified: as for `gaussian_privatizer`.
 
     Returns:
         A tree of the same structure, and the state for the next call.
@@ -207,7 +193,7 @@ def add_noise(
         ValueError: if `stddev` is negative, not finite or traced, `state` is no stream (a key, for
             instance), or a leaf is refused as in the table above.
     """
-    how = _How(static_stddev(stddev), None, None, certified)
+    how = _How(static_stddev(stddev), None, None)
     return _noisy(tree, checked_stream(state), how, ())[:2]
 
 
@@ -222,13 +208,11 @@ class NoiseMark(NamedTuple):
         stddev: standard deviation of the noise.
         num_leaves: how many leaves there are.
         correlation: how noise depends on that of steps before.
-        is_certified: whether it is the noise that is proven.
     """
 
     stddev: float
     num_leaves: int
     correlation: Banded
-    is_certified: bool
 
 
 class _How(NamedTuple):
@@ -238,14 +222,12 @@ class _How(NamedTuple):
         stddev: its standard deviation.
         policy: as for `gaussian_privatizer`.
         rules: the same.
-        certified: the same.
         correlation: as for `NoiseMark`.
     """
 
     stddev: float
     policy: Policy | None
     rules: ShardingRules | None
-    certified: bool
     correlation: Banded = Banded()
 
 
@@ -267,8 +249,7 @@ def _noisy(
         )
     if how.stddev == 0:
         return jax.tree_util.tree_unflatten(structure, gradients), stream, past
-    is_certified = how.certified and can_certify(how.policy)
-    mark = NoiseMark(how.stddev, len(gradients), how.correlation, is_certified)
+    mark = NoiseMark(how.stddev, len(gradients), how.correlation)
 
     def function(operands: Any) -> tuple[list[Array], NoiseStream, tuple[Past, ...]]:
         gradients, stream, past = operands
@@ -276,19 +257,8 @@ def _noisy(
         placed = [_leaf(*leaf, how) for leaf in numbered]
         # The stream that is returned has the key as it came, which follows from no gradient.
         own = stream._replace(key=noise_key(stream.key, "noise", gradients))
-        if is_certified:
-            is_apart = how.rules is not None
-            noisy, noise = with_certified_noise(
-                placed, own, how.stddev, is_apart, how.correlation, past
-            )
-        elif how.correlation.is_correlated:
-            raise ValueError(
-                "correlated noise needs the noise of earlier steps again, which certified noise "
-                "alone is made for. Take certified=True and a noise dtype of at least float32, or "
-                "a plan of independent noise (noise=None)."
-            )
-        else:
-            noisy, noise = with_noise_of_jax(placed, own, how.stddev), []
+        is_apart = how.rules is not None
+        noisy, noise = with_noise(placed, own, how.stddev, is_apart, how.correlation, past)
         noisy = [_placed(x, path, how.rules) for x, path in zip(noisy, paths, strict=True)]
         fresh = [_placed(pair, path, how.rules) for pair, path in zip(noise, paths, strict=False)]
         return noisy, stream.grown(), (fresh, *past[:-1]) if past else ()
@@ -320,7 +290,7 @@ def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | Non
 
 
 def _leaf(number: int, gradient: Array, path: tuple[Any, ...], how: _How) -> Leaf:
-    """A leaf, with the dtypes and the place of its noise."""
+    """A leaf, with the dtype of its noisy sum and the place of its noise."""
     if number >= 2**LEAF_BITS:
         raise ValueError(
             f"noise is drawn for at most 2**{LEAF_BITS} leaves; the gradient at {dotted(path)} is "
@@ -328,13 +298,13 @@ def _leaf(number: int, gradient: Array, path: tuple[Any, ...], how: _How) -> Lea
         )
     least = jnp.float32 if how.policy is None else how.policy.noise_dtype
     result = jnp.promote_types(gradient.dtype, least)
-    dtype = result if how.policy is None else how.policy.noise_dtype
-    check_noise_range(how.stddev, dtype)
+    declared = result if how.policy is None else how.policy.noise_dtype
+    check_noise_range(how.stddev, jnp.promote_types(declared, jnp.float32))
     where = jax.typeof(gradient).sharding
     if how.rules is not None and how.rules.is_explicit:
         where = how.rules.on_axes(_spec(gradient, path, how.rules), AxisType.Explicit)
     is_explicit = isinstance(where, NamedSharding) and bool(where.mesh.explicit_axes)
-    return Leaf(gradient, number, dtype, result, where if is_explicit else None)
+    return Leaf(gradient, number, result, where if is_explicit else None)
 
 
 def _placed(arrays: Any, path: tuple[Any, ...], rules: ShardingRules | None) -> Any:

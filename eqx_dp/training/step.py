@@ -21,7 +21,6 @@ from ..privacy import (
     GaussianPrivatizerState,
     PrivacyPlan,
     Sampler,
-    can_certify,
     digest,
     fold_text,
     fresh_secret,
@@ -82,7 +81,7 @@ class Step(Generic[Model]):
     def _noise(self) -> optax.GradientTransformation | None:
         if self.plan.noise_multiplier == 0:  # without noise, the clip norm may be infinite
             return None
-        return self.plan.privatizer(self.grad_fn, certified=can_certify(self.grad_fn.policy))
+        return self.plan.privatizer(self.grad_fn)
 
     def _mesh(self) -> AbstractContextManager[Any]:
         """The rules' mesh as a context."""

@@ -20,7 +20,7 @@ from .rows import ROWS, tiny
 from .step import threaded
 from .timing import Contender, Program, compared, measure
 
-PLAIN, CERTIFIED, UNCERTIFIED = "plain", "certified", "uncertified"
+PLAIN, CERTIFIED = "plain", "certified"
 
 
 def trees(is_tiny: bool) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def plain(state: Any) -> Any:
 
 def prepared(name: str, tree: Any) -> Program:
     """The update of a privatizer; gradients and state are donated, as they are within a step."""
-    privatizer = dp.gaussian_privatizer(stddev=1.0, key=1, certified=name == CERTIFIED)
+    privatizer = dp.gaussian_privatizer(stddev=1.0, key=1)
     add: Callable[[Any], Any] = lambda state: privatizer.update(*state)  # noqa: E731
     state = jax.tree.map(jnp.copy, (tree, privatizer.init(tree)))
     if name == PLAIN:
@@ -67,12 +67,12 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     """One table, a line a tree."""
     lines: list[dict[str, str]] = []
     for title, tree in trees(options.tiny).items():
-        kinds = PLAIN, CERTIFIED, UNCERTIFIED
+        kinds = PLAIN, CERTIFIED
         contenders = [
             Contender(kind, lambda _, kind=kind, tree=tree: prepared(kind, tree)) for kind in kinds
         ]
         found = measure(contenders, options.rounds)
-        reference, noise, other = (found[kind] for kind in kinds)
+        reference, noise = (found[kind] for kind in kinds)
         lines.append(
             {
                 "gradients": title,
@@ -81,7 +81,6 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
                 "jax.random.normal added, ms": f"{1e3 * reference.best:.2f}",
                 "noise, ms": f"{1e3 * noise.best:.2f}",
                 "noise / plain": compared(noise.seconds, reference.seconds),
-                "certified=False / plain": compared(other.seconds, reference.seconds),
                 "gradients, MiB": f"{4 * num_entries(tree) / MIB:.2f}",
                 "temp. of noise, MiB": f"{(noise.program.temp_bytes or 0) / MIB:.2f}",
             }

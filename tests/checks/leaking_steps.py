@@ -547,10 +547,8 @@ NOISED_BY = {
     # The derivative of `sum + noise` in the sum's direction is the sum.
     "tangent": lambda g, k: jax.jvp(lambda g: with_noise(g, k.once()), (g,), (g,))[1],
     # Backwards through the noise goes what was handed in: the sum.
-    # (That of certified noise is zero: it is rounded.)
-    "cotangent": lambda g, k: jax.vjp(lambda g: with_noise(g, k.once(), certified=False), g)[1](g)[
-        0
-    ],
+    # (That of `add_noise` is zero: it is rounded.)
+    "cotangent": lambda g, k: jax.vjp(lambda g: with_normals(g, k.once()), g)[1](g)[0],
     # Its deviation is that of the sum's own numbers.
     "noise_times_the_sum": lambda g, k: leafwise(lambda g, n: g + g * n, g, noise_alone(g, k, 1.0)),
     # `platform_dependent`: on a GPU the sum goes on without noise.
@@ -922,9 +920,6 @@ ROUND_EACH = {
         lambda noisy, batch: scaled(1 / batch["more"].size, noisy), {"more": Sized(XS, 5)}
     ),
     "data_set_closed_over": data_set_closed_over,
-    "not_certified": lambda: noised_by(
-        lambda g, noise: with_noise(g, noise, STDDEV, certified=False)
-    ),
     "another_argument_named": lambda: prepared_by(
         lambda at: at, jnp.ones(3), private=(5,), more={}
     ),

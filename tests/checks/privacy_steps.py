@@ -187,11 +187,11 @@ class Noise:
         return Noise(self.state, self.key)
 
 
-def with_noise(grads, noise, stddev=STDDEV, **options):
+def with_noise(grads, noise, stddev=STDDEV):
     """Independent normal noise for every number; a traced deviation is for noise by hand."""
     if isinstance(stddev, jax.core.Tracer):
         return with_normals(grads, noise, stddev)
-    noisy, noise.state = dp.add_noise(grads, noise.state, stddev, **options)
+    noisy, noise.state = dp.add_noise(grads, noise.state, stddev)
     return noisy
 
 

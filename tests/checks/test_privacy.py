@@ -382,18 +382,3 @@ def test_a_split_is_a_fold():
     split = jax.random.key_data(jax.random.split(key, 4))
     folded = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(4)]
     np.testing.assert_array_equal(split, np.stack(folded))
-
-
-@pytest.mark.parametrize("certified", [True, False])
-def test_noise_that_is_not_certified_is_noted(certified):
-    grad_fn = dp.filter_clipped_grad(lambda w, x: w * x, l2_clip_norm=1.0)
-
-    def step(w, x, mask, state):
-        return dp.add_noise(grad_fn(w, x, is_padding_example=mask), state, 1.0, certified=certified)
-
-    arguments = jnp.ones(()), jnp.ones(4), jnp.zeros(4, bool), dp.noise_stream()
-    plan = dp.PrivacyPlan(0.5, 10, 1.0, 1e-5)
-    report = dp.check_privacy(step, *arguments, private=(1, 2), plan=plan)
-    assert report.ok == certified
-    assert not report.violations
-    assert ("the noise is not certified" in str(report)) != certified
