@@ -16,7 +16,6 @@ from .keys import fresh_secret as fresh_secret
 from .keys import key_from_secret as key_from_secret
 from .keys import printed_without_key as printed_without_key
 from .keys import refuse_to_pickle as refuse_to_pickle
-from .keys import shape_of_keys as shape_of_keys
 from .keys import warn_of_small as warn_of_small
 from .keys import without_key as without_key
 from .noise import GaussianPrivatizerState as GaussianPrivatizerState

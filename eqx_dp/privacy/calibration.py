@@ -13,8 +13,6 @@ from .finite_precision import PRECISION_EPSILON
 _LEAST, _MOST = math.log(LEAST_NOISE), math.log(1e15)
 # The intervals of the first search are this many times as wide, where epsilon is cheap.
 _COARSE = 30.0
-# And those that epsilon is extrapolated from are this many times narrower.
-_CLOSER = 6.0
 # Epsilon of 0, and infinite epsilon, on a logarithmic scale.
 _ZERO, _INFINITE = -700.0, 700.0
 
@@ -25,42 +23,19 @@ def least_noise_of(run: Run, delta: float, budget: float) -> float:
     (To 5e-3 of it where delta is close to what float64 may lose: rounding makes epsilon jump up and
     down there.) The result keeps to the budget at the plan's own discretization.
 
-    It is searched by a rough epsilon first. From there, two of Newton's steps by an epsilon that is
-    nearly right most often suffice; else `least_noise` searches on.
+    It is searched by a rough epsilon first, and from there on by the plan's own.
     """
     left = delta_left(((run, 1.0),), delta)
 
-    def wide(own: float) -> float:
-        return max(own, min(_COARSE * own, budget / 50))
-
     def roughly(noise: float) -> float:
-        return epsilon_at(((run, noise),), left, wide(discretization(run, noise)))
-
-    def nearly(noise: float) -> float:
-        # What discretization adds to epsilon grows with the square of the intervals.
-        own, rough = discretization(run, noise), roughly(noise)
-        if (widest := wide(own)) == own or math.isinf(rough):
-            return rough
-        narrower = max(own, widest / _CLOSER)
-        closer = epsilon_at(((run, noise),), left, narrower)
-        share = (narrower**2 - own**2) / (widest**2 - narrower**2)
-        return closer - (rough - closer) * share
-
-    tolerance = 1e-4 if left > 0.9 * delta else 5e-3
+        own = discretization(run, noise)
+        return epsilon_at(((run, noise),), left, max(own, min(_COARSE * own, budget / 50)))
 
     def exactly(noise: float) -> float:
         return epsilon_of(((run, noise),), delta)
 
-    exceeds, rough, near = (
-        functools.partial(_excess, one, budget) for one in (exactly, roughly, nearly)
-    )
-    best = _root(rough, 0.0, 1e-3, budget)
-    slope = max((rough(best - 0.01) - rough(best)) / 0.01, 0.1)
-    for aim in (0.0, tolerance / 2):
-        best += max(-0.1, min(near(best) / slope + aim, 0.1))
-    if -slope * tolerance <= exceeds(best) <= 0:
-        return max(math.exp(best), LEAST_NOISE)
-    return least_noise(exactly, budget, tolerance, best)
+    start = math.log(least_noise(roughly, budget, 1e-3))
+    return least_noise(exactly, budget, 1e-4 if left > 0.9 * delta else 5e-3, start)
 
 
 def least_noise(

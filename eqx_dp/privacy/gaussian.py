@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Shaped, UInt32
 
 from ..precision import stage
-from .chacha import NOISE, block, chacha_key, positions
+from .chacha import NOISE, ROUNDS, block, positions
 from .grid import cells_of, in_cells, on_grid, rounded
 from .integer_gaussian import WORDS, pair_of_normals, product
 from .strategies import Banded
@@ -75,7 +75,7 @@ def with_noise(
         The noisy sums, and what this step keeps of each leaf (nothing without `past`).
     """
     with jax.enable_x64(True):  # for integers of 64 bits; no float64 is made
-        words, rounds = chacha_key(stream.key)
+        words = jax.random.key_data(stream.key)
         results: dict[int, Any] = {}
         drawn: dict[int, Any] = {}
         alike: dict[Any, list[int]] = {}
@@ -91,7 +91,6 @@ def with_noise(
                 stddev=stddev,
                 correlation=correlation,
                 dtype=jnp.promote_types(first.result, jnp.float32),
-                rounds=rounds,
                 is_divided=is_divided or correlation.is_correlated,
             )
             if first.sharding is not None:
@@ -108,9 +107,7 @@ def with_noise(
         return [results[i] for i in range(len(leaves))], [drawn[i] for i in sorted(drawn)]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("stddev", "correlation", "dtype", "rounds", "is_divided")
-)
+@functools.partial(jax.jit, static_argnames=("stddev", "correlation", "dtype", "is_divided"))
 def _noised(
     key: UInt32[Array, " 8"],
     counter: Counter,
@@ -121,7 +118,6 @@ def _noised(
     stddev: float,
     correlation: Banded,
     dtype: Any,
-    rounds: int,
     is_divided: bool,
 ) -> tuple[list[Float[Array, "..."]], Past]:
     """Adds noise to one leaf, or to several side by side; with `past`, returns what to keep, too.
@@ -136,7 +132,7 @@ def _noised(
     def normals(counter: Counter, position: Any, name: Any) -> tuple[Any, Any]:
         low, high = counter
         with stage("bits"):
-            words = block([*key], position, (low, name, high), rounds)
+            words = block([*key], position, (low, name, high), ROUNDS)
             return pair_of_normals(words[:WORDS], cells_of(stddev))
 
     def by_entry(

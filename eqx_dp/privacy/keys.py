@@ -6,7 +6,7 @@ import operator
 import secrets
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NoReturn, SupportsIndex, TypeAlias, cast
+from typing import Any, NoReturn, SupportsIndex, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import PRNGKeyArray, UInt64
 from wadler_lindig import TextDoc
 
 from ..trees import is_key
-from .chacha import GENERATORS
+from .chacha import GENERATOR
 
 Secret: TypeAlias = SupportsIndex | bytes
 """A number of at least 0, or bytes; of any length."""
@@ -34,9 +34,7 @@ def fresh_secret() -> bytes:
     return drawn.tobytes()
 
 
-def key_from_secret(
-    secret: Secret, *purpose: str | bytes, rounds: Literal[12, 20] = 12
-) -> PRNGKeyArray:
+def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
     """Makes a key of 256 bits from a secret of any length.
 
     `jax.random.key(seed)` keeps 32 bits of a seed and refuses more than 63. This keeps all of them:
@@ -53,22 +51,19 @@ def key_from_secret(
             different secrets.
         *purpose: What the key is for: texts. Different texts give different keys; no text at all
             counts as one purpose.
-        rounds: Of the cipher: 12, or 20 as in the RFC. The best known attack breaks 7.
 
     Returns:
-        A typed key, of the type `key<chacha12>` or `key<chacha20>`, regardless of
-        `jax_default_prng_impl`. `jax.random.fold_in`, `split`, `bits`, `normal` and so on take it,
-        and give the same numbers on any number of devices, with or without `jit`.
+        A typed key, of the type `key<chacha12>`, regardless of `jax_default_prng_impl`. (The cipher
+        has 12 rounds; the best known attack breaks 7.) `jax.random.fold_in`, `split`, `bits`,
+        `normal` and so on take it, and give the same numbers on any number of devices, with or
+        without `jit`.
 
     Raises:
-        ValueError: If the secret is negative, empty, or neither a number nor bytes; or `rounds` is
-            neither 12 nor 20.
+        ValueError: If the secret is negative, empty, or neither a number nor bytes.
     """
-    if rounds not in GENERATORS:
-        raise ValueError(f"rounds must be 12 or 20; found {rounds!r}.")
     words = np.frombuffer(digest(secret, purpose, size=32), np.dtype("<u4")).astype(np.uint32)
     with jax.ensure_compile_time_eval():  # one constant, also where it is called in a trace
-        return jax.random.wrap_key_data(jnp.asarray(words), impl=GENERATORS[rounds])
+        return jax.random.wrap_key_data(jnp.asarray(words), impl=GENERATOR)
 
 
 def fold_text(key: PRNGKeyArray, text: str | bytes) -> PRNGKeyArray:
@@ -182,16 +177,6 @@ def warn_of_small(name: str, secret: int | bytes) -> None:
         )
 
 
-def shape_of_keys(keys: Any) -> tuple[int, ...] | None:
-    """The shape of an array of keys, typed or raw; None of an array that cannot be keys."""
-    if is_key(keys):
-        return keys.shape
-    try:
-        return jax.random.wrap_key_data(keys).shape
-    except (TypeError, ValueError):
-        return None
-
-
 def outside_of_programs(key: PRNGKeyArray | None) -> PRNGKeyArray:
     """The given key, or a fresh one. A compiled `init` asks the host for it at each call.
 
@@ -211,9 +196,8 @@ def outside_of_programs(key: PRNGKeyArray | None) -> PRNGKeyArray:
             raise ValueError("on several hosts begin noise outside of jit, or give a key")
         return np.asarray(jax.random.key_data(own()))
 
-    impl = GENERATORS[12] if key is None else jax.random.key_impl(key)
-    shape = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
-    return jax.random.wrap_key_data(io_callback(words, shape), impl=impl)
+    drawn = io_callback(words, jax.ShapeDtypeStruct((8,), jnp.uint32))
+    return jax.random.wrap_key_data(drawn, impl=GENERATOR)
 
 
 def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
@@ -223,7 +207,7 @@ def single_key(key: PRNGKeyArray | Secret) -> PRNGKeyArray:
         warn_of_small("key", secret)
         return key_from_secret(secret, "noise")
     is_one = is_key(key) and key.shape == ()
-    if not (is_one and jax.random.key_impl(key) in GENERATORS.values()):
+    if not (is_one and jax.random.key_impl(key) == GENERATOR):
         raise ValueError(
             "key must be the secret itself, a number or bytes, or one key of ChaCha, the cipher; "
             f"found an array of shape {key.shape} and dtype {key.dtype}. Take "

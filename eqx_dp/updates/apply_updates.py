@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..paths import dotted
 from ..precision import JmpPolicy, Policy, agreed_policy, checked_policy, refusal
-from ..privacy import fold_text, fold_texts, shape_of_keys
+from ..privacy import fold_text, fold_texts
 from ..shown import shown
-from ..trees import PyTree
+from ..trees import PyTree, is_key
 from .rounding import rounded_stochastically, word_of
 
 Model = TypeVar("Model")
@@ -106,10 +106,10 @@ _ALLOWED = "what optimizer.update returned for this model"
 
 def _check_key(key: object) -> None:
     is_array = isinstance(key, jax.Array | np.ndarray)
-    if not is_array or shape_of_keys(key) != ():
+    if not is_array or not is_key(key) or key.shape != ():
         # A number may be the secret.
         found = shown(key) if is_array else f"a value of type {type(key).__name__}"
-        raise refusal("key", found, "one key of the step: jax.random.fold_in(root, t)")
+        raise refusal("key", found, "one typed key of the step: jax.random.fold_in(root, t)")
 
 
 def _stored(

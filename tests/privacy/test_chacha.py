@@ -49,13 +49,12 @@ def test_12_rounds():
     assert list(map(int, found[:8])) == expected.tolist()
 
 
-@pytest.mark.parametrize("rounds", [12, 20])
-def test_other_keys_are_half_a_block(rounds):
+def test_other_keys_are_half_a_block():
     """The loop over rounds gives what the cipher gives when it is written out."""
-    key = key_from_secret(3, rounds=rounds)
+    key = key_from_secret(3)
     words = [*jax.random.key_data(key)]
     numbers = jnp.asarray([0, 5, 2**32 - 1], jnp.uint32)
-    expected = block(words, numbers, (np.uint32(0), np.uint32(1), np.uint32(0)), rounds)[:8]
+    expected = block(words, numbers, (np.uint32(0), np.uint32(1), np.uint32(0)), rounds=12)[:8]
     for i, number in enumerate(numbers):
         found = jax.random.key_data(jax.random.fold_in(key, number))
         assert found.tolist() == [int(word[i]) for word in expected]

@@ -84,8 +84,9 @@ def test_float32_storage_and_what_is_not_trained_need_no_key():
     ("key", "allowed"),
     [
         (None, "a key of the step.*stochastic"),
-        (0, "one key of the step"),
-        (jax.random.split(KEY, 2), "one key of the step"),
+        (0, "one typed key of the step"),
+        (jax.random.split(KEY, 2), "one typed key"),
+        (jax.random.PRNGKey(0), "one typed key"),
     ],
 )
 def test_a_key_is_asked_for(key, allowed):
