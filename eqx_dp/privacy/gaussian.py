@@ -150,7 +150,7 @@ def _noised(
                 return jnp.where(is_second == 1, second, first)
 
         noise, fresh = _correlated(draw, counter, correlation, past)
-        noisy = computed_once(_noisy(total, noise, stddev))
+        noisy = _noisy(total, _cells(total, noise, stddev), stddev)
         kept = [*zip(*(_apart(x, shapes) for x in _words_of(fresh)), strict=True)] if past else []
         return _apart(noisy, shapes), kept
 
@@ -163,7 +163,14 @@ def _noised(
         with stage("grid"):
             total = rows[0] if len(rows) == 1 else computed_once(jnp.concatenate(rows, axis=1))
         pair = normals(counter, position, _side_by_side(name))
-        noisy = _noisy_rows(total, pair, stddev)
+        cells, others = (
+            _cells(*each, stddev).astype(jnp.uint32) for each in zip(total, pair, strict=True)
+        )
+        with stage("grid"):  # 16 bits each: an array of both is held
+            mask, place = np.uint32(2**16 - 1), np.array([[0], [16]], np.uint32)
+            both = computed_once((cells & mask) | (others << np.uint32(16)))
+            moved = ((both[None] >> place) & mask).astype(jnp.int16).astype(jnp.int64)
+        noisy = _noisy(total, moved, stddev)
         parts = jnp.split(noisy, np.cumsum(halves)[:-1], axis=1)
         return [_in_shape(part, x.shape) for part, x in zip(parts, sums, strict=True)], []
 
@@ -188,34 +195,20 @@ def _places(shape: tuple[int, ...], name: Any) -> tuple[Any, Any, Any]:
     return pair.astype(jnp.uint32), jnp.broadcast_to(name, shape), is_second.astype(jnp.uint32)
 
 
-def _noisy(x: Float[Array, "*shape"], noise: Any, stddev: float) -> Float[Array, "*shape"]:
-    """The multiple of the grid that is nearest to the sum plus noise."""
+def _cells(x: Float[Array, "*shape"], noise: Any, stddev: float) -> Any:
+    """How many whole cells are added: noise, with what the sum has beyond whole cells, rounded."""
     with stage("grid"):
-        whole, fraction = in_cells(x, stddev)
+        _, fraction = in_cells(x, stddev)
     with stage("noise"):
         moved = fraction + noise
     with stage("grid"):
-        return on_grid(whole + rounded(moved), x, stddev)
+        return rounded(moved)
 
 
-def _noisy_rows(
-    x: Float[Array, "2 n"], noise: tuple[Any, Any], stddev: float
-) -> Float[Array, "2 n"]:
-    """The same for two rows: first their cells, 16 bits each side by side, and then the sums."""
-
-    def cells(row: int) -> Any:
-        with stage("grid"):
-            _, fraction = in_cells(x[row], stddev)
-        with stage("noise"):
-            moved = fraction + noise[row]
-        with stage("grid"):
-            return rounded(moved).astype(jnp.uint32)
-
+def _noisy(x: Float[Array, "*shape"], cells: Any, stddev: float) -> Float[Array, "*shape"]:
+    """The multiple of the grid that is so many cells from the whole cells of the sum."""
     with stage("grid"):
-        mask, place = np.uint32(2**16 - 1), np.array([[0], [16]], np.uint32)
-        both = computed_once((cells(0) & mask) | (cells(1) << np.uint32(16)))
-        moved = ((both[None] >> place) & mask).astype(jnp.int16).astype(jnp.int64)
-        return computed_once(on_grid(in_cells(x, stddev)[0] + moved, x, stddev))
+        return computed_once(on_grid(in_cells(x, stddev)[0] + cells, x, stddev))
 
 
 def _correlated(
