@@ -248,28 +248,12 @@ class AccountedPlan:
     def _overflow_probability(self) -> float:
         """An upper bound tau on the probability that a batch is cut; the sampler keeps to it.
 
-        It is a thousandth of delta over all steps, and at most 1e-12 a step.
-        """
-        return min(OVERFLOW_PROBABILITY, self.delta / self.steps / 1000)
-
-    def _overflow_delta(self, steps: SupportsIndex | None = None) -> float:
-        """The part of delta that pays for batches cut to their capacity.
-
-        It is tau = `_overflow_probability` a step: at most a thousandth of delta in all. Accounting
-        knows sampling without a cut. If k steps without a cut are (epsilon, delta)-differentially
+        It is a thousandth of delta over all steps, and at most 1e-12 a step. Accounting knows
+        sampling without a cut. If k steps without a cut are (epsilon, delta)-differentially
         private, k steps with it are (epsilon, delta + k tau)-differentially private; `overflow.md`
         beside this module has the proof.
-
-        Args:
-            steps: As for `epsilon`.
-
-        Returns:
-            steps x tau.
-
-        Raises:
-            ValueError: As for `epsilon`.
         """
-        return self._steps_taken(steps) * self._overflow_probability
+        return min(OVERFLOW_PROBABILITY, self.delta / self.steps / 1000)
 
     def to_json(self) -> str:
         """Writes the plan as JSON; `from_json` reads an equal plan from it."""
@@ -295,7 +279,7 @@ class AccountedPlan:
 
     def _delta_left(self, steps: int) -> float:
         """What is left of delta for accounting."""
-        return self.delta * (1 - PRECISION_SHARE) - self._overflow_delta(steps)
+        return self.delta * (1 - PRECISION_SHARE) - steps * self._overflow_probability
 
     def mechanism(self, steps: SupportsIndex | None = None) -> Mechanism:
         """The sampling and the noise of the first steps of the run, by default of all of them."""

@@ -30,7 +30,12 @@ ROUNDS = 12
 
 
 def block(
-    key: Words, counter: UInt32[Array, "*shape"], nonce: Words, rounds: int
+    key: Words,
+    counter: UInt32[Array, "*shape"],
+    nonce: Words,
+    rounds: int,
+    *,
+    is_loop: bool = False,
 ) -> list[UInt32[Array, "*shape"]]:
     """The 16 words of ChaCha's block function (RFC 8439, section 2.3), for each of many counters.
 
@@ -39,14 +44,18 @@ def block(
         counter: first of the words that change.
         nonce: the other 3; each a scalar, or of the counter's shape.
         rounds: 20 as in the RFC, or 12.
+        is_loop: whether rounds are a loop, which compiles quickly; else they are one kernel.
     """
     first = [
         jnp.broadcast_to(jnp.asarray(word, jnp.uint32), counter.shape)
         for word in (*_CONSTANTS, *key, counter, *nonce)
     ]
-    words = first
-    for _ in range(rounds // 2):
-        words = _double_round(words)
+    words, turns = first, rounds // 2
+    if is_loop:
+        words = jax.lax.fori_loop(0, turns, lambda _, words: _double_round(words), words)
+    else:
+        for _ in range(turns):
+            words = _double_round(words)
     return [word + start for word, start in zip(words, first, strict=True)]
 
 
@@ -90,21 +99,9 @@ def positions(shape: tuple[int, ...], dtype: Any = jnp.uint32) -> UInt[Array, ".
 def _other_keys(
     key: UInt32[Array, " 8"], numbers: UInt32[Array, "*shape"]
 ) -> UInt32[Array, "*shape 8"]:
-    """The first half of a block for each number. The rounds are a loop, which compiles quickly."""
-    ones = jnp.ones_like(numbers)
-    start = [
-        jnp.stack([word * ones for word in row])
-        for row in (_CONSTANTS, key[:4], key[4:], (numbers, _ZERO, _OTHER_KEYS, _ZERO))
-    ]
-
-    def double_round(_: Any, rows: list[Any]) -> list[Any]:
-        a, b, c, d = _quarter_round(*rows)
-        b, c, d = (jnp.roll(row, -by, axis=0) for by, row in ((1, b), (2, c), (3, d)))
-        a, b, c, d = _quarter_round(a, b, c, d)
-        return [a, *(jnp.roll(row, by, axis=0) for by, row in ((1, b), (2, c), (3, d)))]
-
-    rows = jax.lax.fori_loop(0, ROUNDS // 2, double_round, start)
-    return jnp.moveaxis(jnp.concatenate([rows[0] + start[0], rows[1] + start[1]]), 0, -1)
+    """The first half of a block for each number."""
+    words = block([*key], numbers, (_ZERO, _OTHER_KEYS, _ZERO), ROUNDS, is_loop=True)
+    return jnp.stack(words[:8], axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("bit_width", "shape"))
