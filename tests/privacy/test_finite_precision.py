@@ -65,27 +65,16 @@ def test_the_share_of_delta_is_enough(delta):
 
 def test_more_entries_than_are_paid_for_are_refused():
     grad_fn = dp.filter_clipped_grad(lambda w, x: jnp.sum(w) * x, l2_clip_norm=1.0)
-    long = dp.PrivacyPlan(0.01, 10**6, 5.0, 1e-5)
+    privatizer = dp.PrivacyPlan(0.01, 10**6, 5.0, 1e-5).privatizer(grad_fn, key=5)
     most = int(entries_covered(1e-5) / 10**6)
-    for plan, size, is_refused in [(long, most, False), (long, most + 1, True)]:
-        shapes = {"w": jax.ShapeDtypeStruct((size,), jnp.float32), "frozen": None}
-        privatizer = plan.privatizer(grad_fn, key=5)
-        state = privatizer.init(None)
-        if is_refused:
-            for ask in (privatizer.init, lambda x, p=privatizer, s=state: p.update(x, s)):
-                with pytest.raises(
-                    ValueError, match=r"has paid for the finite precision of .*e\+07"
-                ):
-                    ask(shapes)
-        else:
-            privatizer.init(shapes)
-
-
-def test_what_is_charged():
-    assert PLAN.epsilon(0) == 0
-    assert PLAN.epsilon() == pytest.approx(3.0, abs=3e-4)
-    tight = dp.PrivacyPlan.calibrate(epsilon=3, delta=1e-5, sampling_prob=0.01, steps=1000)
-    assert tight.epsilon() <= 3
+    shapes, more = (
+        {"w": jax.ShapeDtypeStruct((size,), jnp.float32), "frozen": None}
+        for size in (most, most + 1)
+    )
+    privatizer.init(shapes)
+    for ask in (privatizer.init, lambda x: privatizer.update(x, privatizer.init(None))):
+        with pytest.raises(ValueError, match=r"has paid for the finite precision of .*e\+07"):
+            ask(more)
 
 
 # The attacks of examples/finite_precision.py.
@@ -96,13 +85,6 @@ def attacks():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[2] / "examples")
         yield importlib.import_module("finite_precision")
-
-
-def test_what_jax_draws(attacks):
-    """All that a float32 normal can be: its ends."""
-    drawn = attacks.all_of_jax() / np.float32(PLAN.noise_multiplier)
-    assert -5.43 < drawn.min() < -5.4
-    assert 5.22 < drawn.max() * PLAN.noise_multiplier / attacks.LARGEST * 5.2202 <= 5.2202
 
 
 @pytest.mark.slow
@@ -135,6 +117,9 @@ def test_jax_gives_the_example_away_and_certified_noise_does_not(attacks):
 
 
 def test_true_delta_of_what_jax_draws(attacks):
-    """The figures of `examples/guides/mechanisms.md`."""
+    """The figures of `examples/guides/mechanisms.md`: ends of float32 normals, and deltas."""
+    drawn = attacks.all_of_jax() / np.float32(PLAN.noise_multiplier)
+    assert -5.43 < drawn.min() < -5.4
+    assert 5.22 < drawn.max() <= 5.2202 == attacks.LARGEST / PLAN.noise_multiplier
     found = [attacks.delta_of_jax(10**power) for power in (0, 4, 5, 6, 7)]
     assert found == pytest.approx([3.3e-4, 0.012, 0.11, 0.675, 0.999], rel=0.05)
