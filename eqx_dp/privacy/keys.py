@@ -96,7 +96,12 @@ def digest(secret: Secret, purpose: Iterable[str | bytes], *, size: int) -> byte
     """
     hashed = hashlib.blake2b(digest_size=size)
     texts = [public_bytes("purpose", text) for text in purpose]
-    for part in (_bytes_of_secret(secret), *texts):
+    own = checked_secret("a secret", secret)
+    if isinstance(own, bytes):
+        told = b"bytes" + own
+    else:
+        told = b"number" + own.to_bytes((own.bit_length() + 7) // 8, "little")
+    for part in (told, *texts):
         hashed.update(len(part).to_bytes(8, "little") + part)
     return hashed.digest()
 
@@ -114,13 +119,6 @@ def public_bytes(name: str, text: object) -> bytes:
     if not isinstance(text, (str, bytes)):
         raise ValueError(f"{name} must be a text or bytes; found a {type(text).__name__}.")
     return text.encode() if isinstance(text, str) else text
-
-
-def _bytes_of_secret(secret: Secret) -> bytes:
-    known = checked_secret("a secret", secret)
-    if isinstance(known, bytes):
-        return b"bytes" + known
-    return b"number" + known.to_bytes((known.bit_length() + 7) // 8, "little")
 
 
 def checked_secret(name: str, secret: object) -> int | bytes:

@@ -54,15 +54,8 @@ class Mechanism(NamedTuple):
 
     def counted(self, steps: int) -> int:
         """The steps that a start of so many counts for: a cycle that was begun, as a whole."""
-        match self.sampling:
-            case (
-                CyclicPoisson(cycle=cycle)
-                | RandomAllocation(cycle=cycle)
-                | BallsInBins(cycle=cycle)
-            ):
-                return steps if self.is_one_start else -(-steps // cycle) * cycle
-            case _:
-                return steps
+        cycle = getattr(self.sampling, "cycle", 1)
+        return steps if self.is_one_start else -(-steps // cycle) * cycle
 
     @property
     def is_one_start(self) -> bool:
@@ -72,11 +65,9 @@ class Mechanism(NamedTuple):
         took part last. Starts of `BallsInBins` cost at most one run if all have whole cycles and
         noise is independent (`correlated_noise.md`, part 2).
         """
-        match self.sampling:
-            case BallsInBins(cycle=cycle):
-                return self.steps % cycle > 0 or len(self.column()) > 1
-            case sampling:
-                return isinstance(sampling, MinSeparation)
+        if isinstance(self.sampling, BallsInBins):
+            return self.steps % self.sampling.cycle > 0 or len(self.column()) > 1
+        return isinstance(self.sampling, MinSeparation)
 
     @property
     def confidence(self) -> float:

@@ -188,19 +188,14 @@ def test_one_privatizer_in_two_groups_gives_each_leaf_its_own_noise(kind):
 
 # Secrets, and what tells runs apart.
 
-ALIKE = [(2**200 + 1, key_from_secret(2**200 + 1, "noise"))]
-UNLIKE = [
-    (5, 6),
-    (5, b"\5"),
-    (5, 5 + 2**64),
-    (b"a" * 32, b"a" * 31 + b"b"),
+SECRETS = [
+    (2**200 + 1, key_from_secret(2**200 + 1, "noise"), True),
+    *((5, other, False) for other in (6, b"\5", 5 + 2**64)),
+    (b"a" * 32, b"a" * 31 + b"b", False),
 ]
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "is_same"),
-    [*((*pair, True) for pair in ALIKE), *((*pair, False) for pair in UNLIKE)],
-)
+@pytest.mark.parametrize(("one", "other", "is_same"), SECRETS)
 def test_noise_by_secret(one, other, is_same):
     privatizers = [gaussian_privatizer(stddev=1.0, key=key) for key in (one, other)]
     noises = [each.update(jnp.zeros(1000), each.init(None))[0] for each in privatizers]
@@ -339,16 +334,10 @@ def test_no_noise_returns_the_gradient_bit_for_bit():
 
 def test_edges_of_a_gradient():
     privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
-    grads = {
-        "none": None,
-        "empty": jnp.zeros((0, 3)),
-        "scalar": jnp.zeros(()),
-        "nan": jnp.nan * jnp.ones(1),
-    }
+    grads = {"none": None, "empty": jnp.zeros((0, 3)), "scalar": jnp.zeros(())}
     noisy, _ = privatizer.update(grads, privatizer.init(grads))
     assert noisy["none"] is None
     assert noisy["scalar"] != 0
-    assert np.isnan(noisy["nan"]).all()
     assert privatizer.update({}, privatizer.init({}))[0] == {}
 
 
