@@ -40,7 +40,7 @@ def arguments_of(
 ) -> list[Argument]:
     """All arrays, in the order in which the traced program takes them."""
     parameters = _parameters(fn)
-    found: list[Argument] = []
+    found = list[Argument]()
     streams = _streams((tuple(args), dict(kwargs)))
     for (where, at, *rest), leaf in arrays_in((tuple(args), dict(kwargs))):
         heads = _heads(where, at, parameters)
@@ -63,9 +63,9 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
 def _heads(where: Any, at: Any, parameters: Sequence[str]) -> list[str]:
     """The names of a whole argument: position and name, or its name alone."""
     assert isinstance(where, SequenceKey)
-    heads = [str(at.key)] if isinstance(at, DictKey) else [str(at.idx)]
+    heads: list[str] = [str(at.key)] if isinstance(at, DictKey) else [str(at.idx)]
     if where.idx == 0 and at.idx < len(parameters):
-        heads.append(parameters[at.idx])
+        heads.append(parameters[int(at.idx)])
     return heads
 
 

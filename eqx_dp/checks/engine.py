@@ -1,18 +1,18 @@
 """Calls of the engine in a traced step, read from their marks."""
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from ..gradients import Mark
 from ..precision.stages import stage_of
 from ..privacy import NoiseMark
 from ..programs import Call, Cond, While, equations, inside, is_as_marked, mark_on, named
 from ..programs import programs_of as programs_in
-from .facts import EVEN, Fact, Kind, Reach, Rest, Row, Sum, Term, met, private
+from .facts import EVEN, Fact, Kind, Reach, Row, Sum, Term, met, private
 from .flow import Context, Flow, shape_of
 from .record import DOORS, Record, is_door, is_error_if, is_proven
 from .roles import MASK
@@ -78,16 +78,12 @@ def engine_call(
         record.note(context, "release", found, advice, any(map(is_proven, lost)))
         return unknown
     own, found, advice = _rows_of(shared, batch, mask)
-    if own is not None and (own.axes or own.is_strided) and (keys or (own.axes and own.part)):
-        own, found = None, "slots of several calls draw the same numbers, or are microbatches"
     if own is None:
         record.note(context, "examples apart", found, advice, is_decided=False)
         return unknown
     if context.is_final:
         _note_arguments(record, context, own, keys, mask)
-    over: Hashable = own.turns[-1] if own.part and not own.is_strided else own.axes or None
-    if own.is_strided:
-        over = Rest(_call(equation, mark), own.part[0], frozenset({own.part[1]}))
+    over = own.turns[-1] if own.part else None
     batches = frozenset[Hashable](own.turns[:1] if own.dim == 1 else ())
     for group, bound in enumerate(mark.bounds):
         source = Source(bound, batches, own.length, mark.unit, line)
@@ -100,23 +96,6 @@ def engine_call(
     if models > 1:  # side by side
         sums = [f._replace(sum=f.sum and f.sum.scaled(math.sqrt(models), False)) for f in sums]
     return [*sums, *[private("data", line)] * (count - len(sums))]
-
-
-def _call(equation: JaxprEqn, mark: Mark) -> Hashable:
-    """What two calls have in common that do the same with their rows."""
-    shared = equation.invars[len(equation.invars) - mark.num_operands :][: mark.num_shared]
-    constants = tuple(map(id, _constants(equation)))
-    return mark, tuple(map(id, shared)), constants, str(equation.params["jaxpr"])
-
-
-def _constants(equation: JaxprEqn) -> Iterator[Any]:
-    """The constants of all programs that an equation holds."""
-    held = inside(equation)
-    programs = () if held is None else (part for part in held if isinstance(part, ClosedJaxpr))
-    for program in (*programs, *(held.branches if isinstance(held, Cond) else ())):
-        yield from program.consts
-        for inner in program.jaxpr.eqns:
-            yield from _constants(inner)
 
 
 def models_of(equation: JaxprEqn, alike: slice = slice(0)) -> int | None:
@@ -158,11 +137,7 @@ def _rows_of(shared: Sequence[Fact], batch: Sequence[Fact], mask: Sequence[Fact]
         own = met([own, place])
     if not isinstance(own, Row):
         return _Rows(None, "the mask is one of other rows", _PLAIN)
-    if (
-        own.part
-        and not own.is_strided
-        and any(own.turns[-1] in fact.turns for fact in (*shared, *batch, *mask))
-    ):
+    if own.part and any(own.turns[-1] in fact.turns for fact in (*shared, *batch, *mask)):
         return _Rows(None, "microbatches of one batch meet other values in each turn of a loop")
     return _Rows(own)
 

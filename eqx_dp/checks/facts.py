@@ -30,11 +30,9 @@ class Row(NamedTuple):
     Attributes:
         length: of the arguments' first dimension. Arguments of one length belong together.
         dim: which of their dimensions it is: 0, or 1 of a stack of batches.
-        part: if rows were reshaped to (n, m): (n, m, 0) for the first, (n, m, 1) for the second; of
-            rows i, i + k and so on: (k, i, -1).
+        part: if rows were reshaped to (n, m): (n, m, 0) for the first, (n, m, 1) for the second.
         turns: loops that take one entry along the other dimension in each turn.
         chosen_by: the integer argument that chose the rows; "" if none did, `ANY` for a mask.
-        axes: mesh axes of a `shard_map` whose devices have a part each.
     """
 
     length: int
@@ -42,17 +40,11 @@ class Row(NamedTuple):
     part: tuple[int, ...] = ()
     turns: tuple[Hashable, ...] = ()
     chosen_by: str = ""
-    axes: frozenset[str] = frozenset()
 
     @property
     def is_one_dimension(self) -> bool:
         """Whether rows are along it alone, the loops around it aside."""
-        return len(self.turns) == (self.dim == 1) + (bool(self.part) and not self.is_strided)
-
-    @property
-    def is_strided(self) -> bool:
-        """Whether it is every k-th row."""
-        return self.part[2:] == (-1,)
+        return len(self.turns) == (self.dim == 1) + bool(self.part)
 
 
 ANY = "*"
@@ -102,27 +94,13 @@ class Term(NamedTuple):
 Terms: TypeAlias = frozenset[Term]
 
 
-class Rest(NamedTuple):
-    """Every k-th row, from some of the first k on, in calls of the engine that do the same.
-
-    Attributes:
-        call: what the calls have in common.
-        stride: k.
-        starts: the first rows.
-    """
-
-    call: Hashable
-    stride: int
-    starts: frozenset[int]
-
-
 class Sum(NamedTuple):
     """Linear functions of clipped sums whose results are side by side.
 
     Attributes:
         rows: each of them, as a sum of terms.
         is_exact: whether the bounds are reached.
-        over: the loop, mesh axes or `Rest` over which this is a part of a sum; None if it is whole.
+        over: the loop over whose turns this is a part of a sum; None if it is whole.
         is_stacked: whether the parts of that loop's turns are along the first dimension.
     """
 
@@ -130,6 +108,11 @@ class Sum(NamedTuple):
     is_exact: bool = True
     over: Hashable = None
     is_stacked: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is of all rows."""
+        return self.over is None
 
     def scaled(self, factor: float, is_exact: bool = True) -> "Sum":
         """After a linear function whose norm is at most `factor`."""

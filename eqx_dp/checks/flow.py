@@ -61,7 +61,6 @@ class Context(NamedTuple):
         path: the enclosing equations and the current one, to distinguish two calls of one program.
         loops: around it, outermost first.
         branches: the choices around it, and which branch of each it is in.
-        axes: mesh axes of the devices that each run the equation on their own part.
         line_of: finds the source line of an equation, given the line of the enclosing equation.
     """
 
@@ -72,7 +71,6 @@ class Context(NamedTuple):
     path: tuple[int, ...] = ()
     loops: tuple[Loop, ...] = ()
     branches: tuple[tuple[tuple[int, ...], int], ...] = ()
-    axes: frozenset[str] = frozenset()
     line_of: Callable[[JaxprEqn, str], str] = lambda equation, _: source_line(equation)
 
     def at(self, equation: JaxprEqn) -> "Context":
@@ -169,8 +167,8 @@ class Flow(abc.ABC, Generic[Fact]):
             case Call(body=body):
                 return self.program(body, inputs, context)
             case ShardMap() as spread:  # on so many devices, each with its own shapes
-                axes, times = context.axes | spread.axes, context.times * spread.num_devices
-                return self.on_devices(context._replace(times=times, axes=axes), spread, inputs)
+                times = context.times * spread.num_devices
+                return self.on_devices(context._replace(times=times), spread, inputs)
             case Scan() as scan:
                 return self.loop(context.turn(scan.length), scan.body, scan.split(inputs))
             case While() as loop:

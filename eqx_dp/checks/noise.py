@@ -43,11 +43,11 @@ def noise(
     record.is_noised_again |= any(fact.is_public and fact.reach.is_noised for fact in leaves)
     noisy = [
         _in_vain(record, context, mark, fact)
-        if fact.reach.kind is Kind.PRIVATE or (fact.sum is not None and fact.sum.over is not None)
+        if fact.reach.kind is Kind.PRIVATE or (fact.sum and not fact.sum.is_whole)
         else Fact(Reach(is_noised=True))
         for fact in leaves
     ]
-    sums = [fact.sum for fact in leaves if fact.sum is not None and fact.sum.over is None]
+    sums = [fact.sum for fact in leaves if fact.sum and fact.sum.is_whole]
     if sums and context.is_final:
         rows = tuple(row for one in sums for row in one.rows)
         is_exact = all(one.is_exact for one in sums)

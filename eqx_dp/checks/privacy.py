@@ -56,8 +56,7 @@ def check_privacy(
     - **examples apart**: the engine (`filter_clipped_grad`) gets batch arguments of the step,
       or views of them row by row: work entry by entry, or mapped over rows (`vmap`, products
       with public matrices, padding, stacking of features), with operands that are the same for
-      all slots; microbatches that a `scan` goes over, or `x[i::k]` for all i; batches of a
-      stack, one in each turn;
+      all slots; microbatches that a `scan` goes over; batches of a stack, one in each turn;
       rows looked up by one integer argument as it came, the same one for all tables.
     - **padding**: the mask is the step's mask argument as it came, or OR-ed with something; a
       plan without padding needs none.
@@ -98,11 +97,10 @@ def check_privacy(
     - noise in one of two branches: counts as if both branches ran.
     - noise after a nonlinear optimizer: undecided: the sensitivity is unknown.
     - a call that takes several steps in a scan: `steps` of the plan, each on its own batch.
-    - sums of devices, added up by `psum` in `shard_map`: one sum, if rows are spread along the
-      axes of the `psum` and devices have one model.
     - noise drawn by `jax.random.normal`; a sum that other code clipped: undecided.
-    - other slices of a batch, other gathers, casts of bits, what differs from slot to slot:
+    - slices of a batch (`x[i::k]`), other gathers, casts of bits, what differs from slot to slot:
       undecided.
+    - private values in a `shard_map` by hand: undecided (the engine's `sharding=` spreads rows).
     - numbers, texts and static fields in a private argument; private arrays of one host alone:
       undecided: they are in no program.
     - an array that the step closes over, as long as the batch or the data (`sampler=`):

@@ -8,18 +8,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import (
-    COLLECTIVES,
-    SUMS_OF_DEVICES,
-    UNCHANGED,
-    ShardMap,
-    mark_on,
-    named,
-    settled,
-)
+from ..programs import UNCHANGED, ShardMap, mark_on, named, settled
 from . import rows, streams
 from .engine import engine_call
-from .facts import EVEN, Fact, Kind, Reach, Row, either, evaluated, of_array, private, reached
+from .facts import EVEN, Fact, Kind, Reach, either, evaluated, of_array, private, reached
 from .flow import Context, Flow, shape_of
 from .noise import noise
 from .record import Record, is_door, is_error_if, is_proven
@@ -96,9 +88,6 @@ class PrivacyFlow(Flow[Fact]):
             return [total]
         if name in _HOST and not is_error_if(equation):
             return [private("host", context.line)] * count
-        if context.axes and (name in COLLECTIVES or "axis_name" in equation.params):
-            exchanged = [_of_devices(equation, fact) for fact in inputs] or [None] * count
-            return [fact or private("devices", context.line) for fact in exchanged]
         tokens = self._tokens(context, equation, inputs)
         return [
             self._made(context, equation, variable, inputs)._replace(token=token)
@@ -142,21 +131,13 @@ class PrivacyFlow(Flow[Fact]):
         return [Fact(reached([by, fact], "steered", context.line)) for fact in lost]
 
     def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
-        """Follows a `shard_map`: each device has its rows, or all, of each operand.
-
-        A public value is the same on all of them, and a value that may differ is private.
-        """
-        read = [self._read(fact, context.line) for fact in inputs]
-        for fact in read:
+        """A `shard_map` by hand: of what is private, nothing is known in it."""
+        for fact in inputs:
             self.record.use("something else", fact, context.line)
-        parts = map(_part, read, spread.in_specs)
-        found = zip(self.program(spread.body, [*parts], context), spread.out_specs, strict=True)
-        return [
-            private("devices", context.line)
-            if any(spec) or (fact.sum is not None and fact.sum.over is not None)
-            else self._read(fact)._replace(token=None)
-            for fact, spec in found
-        ]
+        lost = private("devices", context.line)
+        read = [self._read(fact) for fact in inputs]
+        found = self.program(spread.body, [Fact() if f.is_public else lost for f in read], context)
+        return [Fact() if self._read(fact).is_public else lost for fact in found]
 
     def _read(self, fact: Fact, line: str = "") -> Fact:
         """A value that something other than noise reads."""
@@ -225,27 +206,6 @@ class PrivacyFlow(Flow[Fact]):
         if isinstance(start.token, Counter) and isinstance(end.token, Counter):
             return start._replace(token=end.token, role=())
         return start._replace(role=())
-
-
-def _part(fact: Fact, spec: Any) -> Fact:
-    """A device's part of a value: all of it, some rows, or unknown."""
-    if not any(spec):
-        return fact._replace(token=None)
-    first, *others = spec
-    row, *more = fact.places or (None,)
-    if not isinstance(row, Row) or any(others):
-        return private(fact.reach.reason or "devices", fact.reach.where)
-    axes = row.axes | frozenset(first if isinstance(first, tuple) else (first,))
-    return fact._replace(places=(row._replace(axes=axes), *[None] * len(more)))
-
-
-def _of_devices(equation: JaxprEqn, fact: Fact) -> Fact | None:
-    """The sum of the devices' parts of a clipped sum; None for what else devices exchange."""
-    is_sum = fact.sum is not None and fact.sum.over == frozenset(equation.params.get("axes", ()))
-    is_whole = equation.params.get("axis_index_groups") is None
-    if not is_sum or not is_whole or equation.primitive.name not in SUMS_OF_DEVICES:
-        return None
-    return fact._replace(sum=fact.sum and fact.sum._replace(over=None))
 
 
 def _total(equation: JaxprEqn, inputs: list[Fact]) -> Fact | None:

@@ -81,7 +81,8 @@ def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | 
     numbers, shape = equation.params["dimension_numbers"], shape_of(equation.outvars[0])
     rows = (*shape_of(equation.invars[0]), 0)[0]
     is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
-    kind, name, behind, *_ = (*index.role, "", "", 0)
+    role: Role = (*index.role, "", "", 0)
+    kind, name, behind = role[:3]
     is_known = kind == "index" or (kind == "wrapped" and behind == rows)
     is_whole = values.places[:1] == (Row(rows, 0),)
     its_own = [place for place in index.places if isinstance(place, Row)]

@@ -125,6 +125,7 @@ def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
 _Rule: TypeAlias = Callable[[Any, list[_Shape], _Shape], Layout]
 _RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
+    "slice": _cut,
     "dynamic_slice": _cut,
     "tile": _cut,
     "dynamic_update_slice": _update,
@@ -155,8 +156,6 @@ _RULES: dict[str, _Rule] = {
 def places_of(equation: JaxprEqn, variable: Any, inputs: Sequence[Fact]) -> tuple[Place, ...]:
     """What entries of a result depend on."""
     name, shape = equation.primitive.name, shape_of(variable)
-    if name == "slice":
-        return _sliced(equation, inputs[0], shape)
     if name == "reshape":
         return _reshaped(inputs[0], shape_of(equation.invars[0]), shape)
     found = layout(equation, shape)
@@ -178,20 +177,6 @@ def _place(fact: Fact, at: From) -> Place:
     return None if at is None else dict(enumerate(fact.places)).get(at)
 
 
-def _sliced(equation: JaxprEqn, fact: Fact, shape: _Shape) -> tuple[Place, ...]:
-    """Whole dimensions, and every k-th row."""
-    before, params = shape_of(equation.invars[0]), equation.params
-    found: list[Place] = [None] * len(shape)
-    for d, place in enumerate(fact.places):
-        start, stride = params["start_indices"][d], (params["strides"] or (1,) * len(shape))[d]
-        if place == EVEN or shape[d] == before[d]:
-            found[d] = place
-        elif isinstance(place, Row) and not place.part and start < stride:
-            is_all = shape[d] == -(-(before[d] - start) // stride)
-            found[d] = place._replace(part=(stride, start, -1)) if is_all else None
-    return tuple(found)
-
-
 def _reshaped(fact: Fact, before: _Shape, after: _Shape) -> tuple[Place, ...]:
     """Dimensions of equal length, with equally many entries before them, are the same.
 
@@ -207,18 +192,14 @@ def _reshaped(fact: Fact, before: _Shape, after: _Shape) -> tuple[Place, ...]:
     }
     known = {at: place for at, place in known.items() if at[1] > 1}
     for (start, n), place in [*known.items()]:
-        for m in {*after} if isinstance(place, Row) and not place.part else ():
-            parts = (m, n // max(1, m))
-            if (
-                1 < m < n
-                and n % m == 0
-                and (start, m) not in known
-                and (start * m, n // m) not in known
-            ):
-                known[start, m], known[start * m, n // m] = (
-                    place._replace(part=(*parts, i)) for i in (0, 1)
-                )
-        if isinstance(place, Row) and place.part[2:] == (0,):
+        if not isinstance(place, Row):
+            continue
+        for m in {*after} if not place.part else ():
+            halves = (start, m), (start * m, n // max(1, m))
+            if 1 < m < n and n % m == 0 and not known.keys() & {*halves}:
+                for i, half in enumerate(halves):
+                    known[half] = place._replace(part=(m, n // m, i))
+        if place.part[2:] == (0,):
             other = known.get((start * n, place.part[1]))
             if other == place._replace(part=(*place.part[:2], 1)):
                 known[start, n * place.part[1]] = place._replace(part=())

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from ..privacy import Banded
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
-from .facts import Fact, Kind, Rest, Sum, Term, Terms, reached, value_of
+from .facts import Fact, Kind, Sum, Term, Terms, reached, value_of
 from .flow import Context, dtype_of, size_of
 
 _PLAIN = UNCHANGED | {"convert_element_type", "neg"}
@@ -35,7 +35,7 @@ def _linear(equation: JaxprEqn, inputs: list[Fact]) -> Sum | str:
     sums = [fact.sum for fact in inputs if fact.sum is not None]
     one = sums[0]
     if len({(found.over, found.is_stacked) for found in sums}) > 1:
-        return (_together(*sums) if name in ADDITIONS and len(sums) == 2 else None) or "loop"
+        return "loop"
     if one.is_stacked:
         is_summed = name == "reduce_sum" and tuple(equation.params["axes"]) == (0,)
         return one._replace(is_stacked=False, over=None) if is_summed else "loop"
@@ -64,21 +64,6 @@ def _linear(equation: JaxprEqn, inputs: list[Fact]) -> Sum | str:
         return "nonlinear" if name == "div" and inputs[0].sum is None else "factor"
     is_nonlinear = name in ENTRY_BY_ENTRY - {"select_n"} and is_beside
     return "nonlinear" if is_nonlinear else "linear"
-
-
-def _together(one: Sum, other: Sum) -> Sum | None:
-    """The sum over all rows, or more of them, of two calls that do the same with their own rows.
-
-    Each example is in one of both, so it moves the result no further than one of them.
-    """
-    a, b = one.over, other.over
-    if not isinstance(a, Rest) or not isinstance(b, Rest) or a.starts & b.starts:
-        return None
-    alike = [[sorted((t.leaf[1], t.gain) for t in row) for row in s.rows] for s in (one, other)]
-    if a._replace(starts=b.starts) != b or alike[0] != alike[1]:
-        return None
-    starts = a.starts | b.starts
-    return one._replace(over=None if len(starts) == a.stride else a._replace(starts=starts))
 
 
 def _factor(inputs: list[Fact], name: str) -> tuple[float, bool] | None:

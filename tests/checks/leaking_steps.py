@@ -69,7 +69,6 @@ from tests.checks.privacy_steps import (
     with_optimizer,
     zero_sums,
 )
-from tests.sharding.losses import mesh_of
 
 XS, YS, MASK = data()
 LABELS = jnp.arange(NUM_EXAMPLES) % CLASSES
@@ -84,10 +83,6 @@ norm = optax.tree.norm
 
 def leafwise(change, *trees):
     return jax.tree.map(change, *trees)
-
-
-def device():
-    return lax.axis_index("data")
 
 
 def negated(model):
@@ -134,74 +129,21 @@ KEEPING = {
 }
 
 
-# What devices make of their sums, with one noise on the result.
-
-
-ON_DEVICES = {
-    # Each example counts nine times, and the noise is for two: a multiplier of 0.27.
-    "sum_of_the_sum_and_the_parts": (lambda g: psum(added(psum(g), g)), {"stddev": 2 * STDDEV}),
-    "sum_of_sums": lambda g: psum(psum(g)),
-    # An example that is left out changes the sign of all behind it: 15 times the clip norm.
-    "signs_of_devices": lambda g: psum(scaled(jnp.where(device() % 2 == 0, 1.0, -1.0), g)),
-    # An example that is left out moves the next one to the first device: two change.
-    "the_first_device_alone": lambda g: psum(where(device() == 0, g, zero_sums())),
-    # One device's sum: an example that is left out changes two of its examples.
-    "one_of_the_gathered_sums": lambda g: leafwise(lambda a: lax.all_gather(a, "data")[3], g),
-    # The second mean changes nothing, and the noise is divided by the devices twice.
-    "averaged_twice": (lambda g: lax.pmean(lax.pmean(g, "data"), "data"), {"stddev": STDDEV / 64}),
-    # In the other branch a device's own part goes on, which stands for two examples.
-    "sum_in_one_branch": lambda g: lax.cond(
-        psum(jnp.ones(())) > 8, lambda: psum(g), lambda: scaled(1.0, g)
-    ),
-}
-
-
-def on_devices(of_a_sum, **options):
-    return over_devices(lambda at: of_a_sum(at.sum()), **options)
+# What devices make of their sums, with one noise on the result, or one on each.
 
 
 OVER_DEVICES = {
+    # Each example counts nine times, and the noise is for two: a multiplier of 0.27.
+    "sum_of_the_sum_and_the_parts": (
+        lambda at: (lambda g: psum(added(psum(g), g)))(at.sum()),
+        {"stddev": 2 * STDDEV},
+    ),
     # The batch is not spread: all eight devices sum all examples.
     "the_whole_batch_on_every_device": (lambda at: psum(at.sum()), {"batch": None}),
-    # The batch is spread over both axes: what leaves is the sum of one half.
-    "one_of_two_axes": (
-        lambda at: psum(at.sum()),
-        {"mesh": mesh_of("auto", data=4, more=2), "batch": ("data", "more")},
+    "an_eighth_of_the_noise": (
+        lambda at: psum(with_noise(at.sum(), at.noise, STDDEV / 8)),
+        {"finish": updated},
     ),
-    # The axis `model` holds copies: each example counts twice.
-    "axis_without_examples": (
-        lambda at: lax.psum(at.sum(), ("data", "model")),
-        {"mesh": mesh_of("auto", data=4, model=2)},
-    ),
-    # An example that moves to the next device is differentiated at another model.
-    "another_model_on_each": lambda at: psum(
-        at.sum(model=leafwise(lambda a: a * (1 + device()) if eqx.is_array(a) else a, at.model))
-    ),
-    "mean_over_real_examples": lambda at: scaled(
-        1 / jnp.maximum(psum(jnp.sum(~at.mask)), 1), psum(at.sum(normalize_by=1.0))
-    ),
-    "one_slot_on_all": lambda at: psum(
-        At(at.model, None, *(lax.all_gather(a, "data", tiled=True)[:1] for a in at[2:5])).sum()
-    ),
-}
-
-
-def side_by_side(of_a_device):
-    """`of_a_device(grads, noise)` is each device's noisy sum, and they are returned as they are."""
-
-    def finish(params, state, result):
-        return *updated(params, state, leafwise(lambda a: a.sum(0), result)), result
-
-    def part(at):
-        return leafwise(lambda a: a[None], of_a_device(at.sum(), at.noise))
-
-    return over_devices(part, out="data", finish=finish)
-
-
-SIDE_BY_SIDE = {
-    "one_noise_for_all_devices": with_noise,
-    "an_eighth_of_the_noise": lambda g, k: psum(with_noise(g, k, STDDEV / 8)),
-    "noise_for_a_mean": lambda g, k: with_noise(psum(g), k, STDDEV / 8),
 }
 
 
@@ -900,13 +842,6 @@ def models_with_one_stream():
 
 
 ROUND_STEPS = {
-    # Every second row by another model, and one half of the rows alone.
-    "strided_with_two_models": lambda at: at.noised(
-        added(
-            at.rows(slice(0, None, 2)).sum(),
-            at.rows(slice(1, None, 2)).sum(model=negated(at.model)),
-        )
-    ),
     "every_second_row": lambda at: at.noised(at.rows(slice(0, None, 2)).sum()),
 }
 ROUND_EACH = {
@@ -929,9 +864,7 @@ LEAKING = cases(
     (with_kept_noise, KEPT_NOISE),
     (beside, BESIDE),
     (keeping, KEEPING),
-    (on_devices, ON_DEVICES),
     (over_devices, OVER_DEVICES),
-    (side_by_side, SIDE_BY_SIDE),
     (prepared_by, PREPARED),
     (of_the_loss, LOSSES),
     (step_of, STEPS),

@@ -468,28 +468,22 @@ def noised_after(params, state, result, stddev=STDDEV):
     return updated(params, state._replace(stream=noise.state), noisy)
 
 
-def over_devices(part, stddev=STDDEV, mesh=None, batch="data", out=None, finish=noised_after):
-    """`part(at)` on each device by shard_map, of eight along `data`; one noise on its result.
-
-    `batch` and `out` are the axes of the mesh over which examples and results are spread.
-    """
+def over_devices(part, stddev=STDDEV, batch="data", finish=None):
+    """`part(at)` on each of eight devices by shard_map, with examples spread or not; then noise."""
     params, static = eqx.partition(mlp(), eqx.is_array)
-    finish = functools.partial(finish, stddev=stddev) if finish is noised_after else finish
+    finish = functools.partial(noised_after, stddev=stddev) if finish is None else finish
 
     def of_a_device(params, stream, *batch):
         return part(At(eqx.combine(params, static), None, *batch, noise=Noise(stream)))
 
     # Unchecked, a gradient stays on its device.
-    mapped = jax.shard_map(
-        of_a_device,
-        mesh=mesh_of("auto", data=8) if mesh is None else mesh,
-        in_specs=(P(), P(), *[P(batch)] * 3),
-        out_specs=P(out),
-        check_vma=False,
-    )
+    specs = P(), P(), *[P(batch)] * 3
+    mesh = mesh_of("auto", data=8)
+    options = {"in_specs": specs, "out_specs": P(), "check_vma": False}
+    mapped = jax.shard_map(of_a_device, mesh=mesh, **options)
 
-    def step(params, state, x, y, mask):
-        return finish(params, state, mapped(params, state.stream, x, y, mask))
+    def step(params, state, *batch):
+        return finish(params, state, mapped(params, state.stream, *batch))
 
     return by_hand(step, model=params, state=first_state(params))
 
