@@ -2,45 +2,21 @@
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..gradients import Mark
-from ..precision.stages import stage_of
 from ..privacy import NoiseMark
-from ..programs import Call, Cond, While, equations, inside, is_as_marked, mark_on, named
-from ..programs import programs_of as programs_in
+from ..programs import Call, inside, is_as_marked, mark_on, named
 from .facts import EVEN, Fact, Kind, Reach, Row, Sum, Term, met, private
-from .flow import Context, Flow, shape_of
-from .record import DOORS, Record, is_door, is_error_if, is_proven
+from .flow import Context, Flow, dtype_of, shape_of
+from .record import Record, is_door, is_proven
 from .roles import MASK
 from .sums import Source
-
-_APART = (
-    "Give the engine the step's own batch arguments, or views of them row by row. Work and draw "
-    "within the loss of one example, let the engine make microbatches, use constants that are the "
-    "same for all, and name public arrays with a row for each example in public_rows=."
-)
-_PLAIN = (
-    "Pass the mask argument as it came, or OR-ed: is_padding_example=mask | more. If the step has "
-    "several boolean vectors, call it is_padding_example."
-)
-
-
-class _Rows(NamedTuple):
-    """Whose rows a call of the engine gets, or why that is not known.
-
-    Attributes:
-        own: the rows.
-        found: what is not proven.
-        advice: what to do.
-    """
-
-    own: Row | None
-    found: str = ""
-    advice: str = _APART
 
 
 def engine_call(
@@ -52,19 +28,16 @@ def engine_call(
     end = mark.num_shared + mark.num_batched
     models = models_of(equation, slice(mark.num_shared, end))
     if models is None or (len(inputs), count) != (mark.num_operands, mark.num_results):
-        found = "the clipped gradient is mapped over examples, or differentiated"
-        advice = "Map the whole step over models alone (vmap), or loop over plain calls."
-        record.note(context, "release", found, advice, is_decided=False)
+        found = "the clipped gradient is mapped over more than whole models, or differentiated"
+        record.note(context, "release", found, is_decided=False)
         return unknown
     shared, batch = inputs[: mark.num_shared], inputs[mark.num_shared : end]
     keys, mask = inputs[end : end + mark.has_keys], inputs[end + mark.has_keys :]
     held = inside(equation)
     if context.is_final and isinstance(held, Call):
-        given = [
-            _Value(not fact.is_public, i in range(end, end + mark.has_keys))
-            for i, fact in enumerate(inputs)
-        ]
-        _Doors(record).program(held.body, given, context)
+        _Loss(record, context).program(held.body, [not fact.is_public for fact in inputs], context)
+        for variable in equation.invars[: mark.num_shared]:
+            _check_key(record, context, dtype_of(variable))
     if all(fact.is_public for fact in inputs):
         if context.is_final:
             record.of_public[line] = None
@@ -74,12 +47,11 @@ def engine_call(
     lost = [fact for fact in (*shared, *keys) if not fact.is_public]
     if lost:
         found = "private data is in the model or in the loss's key: noise multiplier unbounded"
-        advice = "Add noise to every clipped sum before it reaches anything that the loss reads."
-        record.note(context, "release", found, advice, any(map(is_proven, lost)))
+        record.note(context, "release", found, any(map(is_proven, lost)))
         return unknown
-    own, found, advice = _rows_of(shared, batch, mask)
-    if own is None:
-        record.note(context, "examples apart", found, advice, is_decided=False)
+    own = _rows_of(shared, batch, mask)
+    if isinstance(own, str):
+        record.note(context, "examples apart", own, is_decided=False)
         return unknown
     if context.is_final:
         _note_arguments(record, context, own, keys, mask)
@@ -90,7 +62,7 @@ def engine_call(
         record.sources[context.path, group] = source
         if math.isinf(bound):
             found = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
-            record.note(context, "noise", found, "Set a finite l2_clip_norm.")
+            record.note(context, "noise", found)
     rows = (frozenset({Term(((context.path, g), i), 1.0)}) for i, g in enumerate(mark.groups))
     sums = [Fact(Reach(Kind.SUM), sum=Sum((row,), over=over)) for row in rows]
     if models > 1:  # side by side
@@ -115,17 +87,17 @@ def models_of(equation: JaxprEqn, alike: slice = slice(0)) -> int | None:
     return counts.pop() if len(counts) == 1 and is_plain else None
 
 
-def _rows_of(shared: Sequence[Fact], batch: Sequence[Fact], mask: Sequence[Fact]) -> _Rows:
-    """Which rows the engine's examples are."""
+def _rows_of(shared: Sequence[Fact], batch: Sequence[Fact], mask: Sequence[Fact]) -> Row | str:
+    """Which rows the engine's examples are, or what of it is not proven."""
     for fact in (*batch, *mask):
         place = fact.places[0] if fact.places else None
         if fact.is_public and place != EVEN:
-            return _Rows(None, "an array that is not private has other values for other slots")
+            return "an array that is not private has other values for other slots"
         if not fact.is_public and (not isinstance(place, Row) or not place.is_one_dimension):
-            return _Rows(None, "rows are not proven to be apart before filter_clipped_grad clips")
+            return "rows are not proven to be apart before filter_clipped_grad clips"
     examples = [fact.places[0] for fact in batch if not fact.is_public]
     if len({*examples}) > 1:
-        return _Rows(None, "arguments of filter_clipped_grad hold other rows")
+        return "arguments of filter_clipped_grad hold other rows"
     own = met(examples)
     for fact in mask:
         kind, *who = fact.role or ("",)
@@ -133,13 +105,13 @@ def _rows_of(shared: Sequence[Fact], batch: Sequence[Fact], mask: Sequence[Fact]
         if kind == "negative" and isinstance(own, Row) and isinstance(place, Row):
             place = place._replace(chosen_by=who[0])
         elif kind != "mask" and not fact.is_public:
-            return _Rows(None, "the mask is not proven to be that of the step's arguments", _PLAIN)
+            return "the mask is not proven to be that of the step's arguments"
         own = met([own, place])
     if not isinstance(own, Row):
-        return _Rows(None, "the mask is one of other rows", _PLAIN)
+        return "the mask is one of other rows"
     if own.part and any(own.turns[-1] in fact.turns for fact in (*shared, *batch, *mask)):
-        return _Rows(None, "microbatches of one batch meet other values in each turn of a loop")
-    return _Rows(own)
+        return "microbatches of one batch meet other values in each turn of a loop"
+    return own
 
 
 def _note_arguments(
@@ -159,76 +131,55 @@ def _note_arguments(
         record.use("loss", fact, context.line, is_fresh)
         if fact.token is None:
             found = "the key that the loss draws with does not follow from an argument"
-            record.note(context, "fresh noise", found, KEY_OF_LOSS, is_decided=False)
-
-
-KEY_OF_LOSS = (
-    "Pass a key and fold a counter of the state into it (jax.random.fold_in(key, step)), or split "
-    "it once and return the other half at its place. Use it for nothing else."
-)
+            record.note(context, "fresh noise", found, is_decided=False)
 
 
 # Inside of the loss.
 
-
-class _Value(NamedTuple):
-    """Whether private values have reached a value in the loss, and whether its key has."""
-
-    is_private: bool
-    is_keyed: bool
+_OTHER_KEYS = named("random_wrap random_seed threefry2x32 rng_bit_generator rng_uniform")
 
 
-_DRAWS = named("random_bits random_wrap random_seed random_unwrap threefry2x32 rng_bit_generator")
+class _Loss(Flow[bool]):
+    """Finds where values leave the loss of an example, and notes what it closes over.
 
-
-class _Doors(Flow[_Value]):
-    """Finds where private values leave the loss of an example, and notes what it closes over.
-
-    What a value is made of decides, and nothing else: the engine keeps examples apart by itself.
+    A fact is whether private values have reached a value. The engine keeps examples apart by
+    itself. At a door, also a public value tells of an example that steers a loop or a branch.
     """
 
-    nothing = _Value(False, False)
+    nothing = False
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, context: Context) -> None:
         super().__init__()
-        self.record = record
+        self.record, self.context = record, context
 
-    def constant(self, value: Any) -> _Value:
+    def constant(self, value: Any) -> bool:
         self.record.constants += [value] if np.ndim(value) else []
-        return self.nothing
+        _check_key(self.record, self.context, getattr(value, "dtype", None))
+        return False
 
-    def joined(self, facts: Sequence[_Value]) -> _Value:
-        return _Value(any(fact[0] for fact in facts), any(fact[1] for fact in facts))
+    def joined(self, facts: Sequence[bool]) -> bool:
+        return any(facts)
 
-    def equation(self, context: Context, equation: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
-        found = self.joined(inputs)
-        if found.is_private and is_door(equation):
-            self.record.door(context, equation)
-        if equation.primitive.name in _DRAWS and not found.is_keyed:
-            what = "the loss draws random numbers with another key than its own"
-            self.record.note(context, "fresh noise", what, _OWN_KEY, is_decided=False)
-        return [found] * len(equation.outvars)
+    def equation(self, context: Context, equation: JaxprEqn, inputs: list[bool]) -> list[bool]:
+        if is_door(equation):
+            self.record.door(context, equation, any(inputs))
+        if equation.primitive.name in _OTHER_KEYS:
+            self.record.note(context, "fresh noise", _OTHER_KEY, is_decided=False)
+        return [any(inputs)] * len(equation.outvars)
 
-    def steered(self, context: Context, by: _Value, results: list[_Value]) -> list[_Value]:
-        return [self.joined([by, result]) for result in results]
+    def steered(self, context: Context, by: bool, results: list[bool]) -> list[bool]:
+        return [by or result for result in results]
 
-    def holder(self, context: Context, equation: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
-        """What stands in a branch or a loop that a private value steers tells of it."""
-        held = inside(equation)
+    def holder(self, context: Context, equation: JaxprEqn, inputs: list[bool]) -> list[bool]:
         if isinstance(mark_on(equation), NoiseMark):
-            what = "noise is added within the loss"
-            self.record.note(context, "noise", what, _AFTERWARDS, is_decided=False)
-        is_while = isinstance(held, While) and self.joined(inputs).is_private
-        is_own = is_while and stage_of(context.scope) != "loss"  # of the engine, over microbatches
-        if is_while or (isinstance(held, Cond) and inputs[0].is_private):
-            for inner in (one for body in programs_in(equation) for one in equations(body)):
-                # Whether a check of what is public stops a run, does not depend on how often it is.
-                if inner.primitive.name in DOORS and not (is_own and is_error_if(inner)):
-                    self.record.door(context.at(inner), inner)
+            self.record.note(context, "noise", "noise is added within the loss", is_decided=False)
         return super().holder(context, equation, inputs)
 
 
-_OWN_KEY = "Let the loss take key=, give filter_clipped_grad a fresh key, and draw with that alone."
-_AFTERWARDS = (
-    "Add noise to what filter_clipped_grad returns, by a stream that comes in and goes out."
-)
+_OTHER_KEY = "the loss draws random numbers with another key than its own"
+
+
+def _check_key(record: Record, context: Context, dtype: Any) -> None:
+    """Notes a key that all examples share."""
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        record.note(context, "fresh noise", _OTHER_KEY, is_decided=False)

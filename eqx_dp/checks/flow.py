@@ -60,7 +60,7 @@ class Context(NamedTuple):
         is_final: False while the facts about a loop's carry are still being found.
         path: the enclosing equations and the current one, to distinguish two calls of one program.
         loops: around it, outermost first.
-        branches: the choices around it, and which branch of each it is in.
+        is_choice: whether it is in a branch of a choice.
         line_of: finds the source line of an equation, given the line of the enclosing equation.
     """
 
@@ -70,7 +70,7 @@ class Context(NamedTuple):
     is_final: bool = True
     path: tuple[int, ...] = ()
     loops: tuple[Loop, ...] = ()
-    branches: tuple[tuple[tuple[int, ...], int], ...] = ()
+    is_choice: bool = False
     line_of: Callable[[JaxprEqn, str], str] = lambda equation, _: source_line(equation)
 
     def at(self, equation: JaxprEqn) -> "Context":
@@ -82,10 +82,6 @@ class Context(NamedTuple):
             line=line or self.line,
             path=(*self.path, id(equation)),
         )
-
-    def in_branch(self, i: int) -> "Context":
-        """The context of a branch of the current choice."""
-        return self._replace(branches=(*self.branches, (self.path, i)))
 
     def turn(self, length: int | None) -> "Context":
         """The context of the body of the current loop."""
@@ -178,10 +174,8 @@ class Flow(abc.ABC, Generic[Fact]):
                 (by,) = self.program(loop.condition, [*of_condition, *carry], turn)
                 return self.steered(context, by, carry)
             case Cond() as cond:
-                found = [
-                    self.program(branch, inputs[1:], context.in_branch(i))
-                    for i, branch in enumerate(cond.branches)
-                ]
+                branch = context._replace(is_choice=True)
+                found = [self.program(body, inputs[1:], branch) for body in cond.branches]
                 joined = [self.joined(facts) for facts in zip(*found, strict=True)]
                 return self.steered(context, inputs[0], joined)
             case LinearSolve() as system:

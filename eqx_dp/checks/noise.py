@@ -12,11 +12,6 @@ from .record import REASONS, Record
 from .streams import PAST, loops_of, state_of
 from .sums import Release
 
-_STREAM = (
-    "Begin a stream once, state = dp.noise_stream(), pass it to the step, take noisy, state = "
-    "dp.add_noise(grads, state, stddev), and return it at its place."
-)
-
 
 def noise(
     record: Record, context: Context, equation: JaxprEqn, mark: NoiseMark, inputs: list[Fact]
@@ -37,7 +32,10 @@ def noise(
         found = "noise is not of a stream that comes in as an argument, as its last draw left it"
         if is_constant:
             found = "the key of the noise is a constant: it is the same noise in each call"
-        record.note(context, "fresh noise", found, _STREAM, is_constant)
+        record.note(context, "fresh noise", found, is_constant)
+        return [private("noised", context.line)] * len(equation.outvars)
+    if context.is_choice:
+        record.note(context, "noise", "noise is added in a branch", is_decided=False)
         return [private("noised", context.line)] * len(equation.outvars)
     record.streams.use(context, stream)
     record.is_noised_again |= any(fact.is_public and fact.reach.is_noised for fact in leaves)
@@ -68,7 +66,6 @@ def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> F
         f"known: {REASONS[reason]}"
     )
     found += f" (at {fact.reach.where})" if fact.reach.where not in ("", context.line) else ""
-    advice = "Add the noise to what filter_clipped_grad returns, before all other arithmetic."
     if reason != "mixed":  # of which a finding tells already
-        record.note(context, "noise", found, advice, is_decided=False)
+        record.note(context, "noise", found, is_decided=False)
     return private("noised", context.line)

@@ -18,11 +18,12 @@ from ..sharding import check_whole
 from ..shown import shown, some
 from ..trees import is_key, is_shape
 from .arguments import Argument, arguments_of, coming_back, masks_among, statics_among, under
-from .facts import ANY, EVEN, Fact, Kind, Reach, Row
+from .facts import ANY, EVEN, Fact, Kind, Reach, Row, of_array
 from .facts import private as private_fact
 from .flow import Context
 from .privacy_flow import PrivacyFlow
-from .privacy_report import Finding, PrivacyReport
+from .privacy_report import PrivacyReport, finding
+from .record import Record
 from .roles import MASK
 from .streams import Counter, Key, Stream
 from .verdict import Result, TracedStep, report_on
@@ -188,19 +189,16 @@ def check_privacy(
     # Values that are not named must not reach the model of the next call.
     others = coming(found, [not one for one in is_disclosed])
     later = followed(back | others)[0].record.found if others else ()
-    reaches = any(finding.rule == "release" for finding in later)
+    reaches = any(one.rule == "release" for one in later)
     known = [*map(Result, names, found, returns, is_disclosed, is_kept)]
     same = _same_keys(arguments, flow.record.constants)
     step = TracedStep(flow.record, arguments, known, same, reaches)
     of_data = getattr(fn, "_num_examples", None) if sampler is None else sampler.num_examples
     entries = (private,) if isinstance(private, int | str) else tuple(private)
-    _check_statics(flow, statics_among(fn, args, kwargs, entries))
-    _check_constants(flow, {r.shape[0] for r in rows if r.shape}, of_data)
-    _check_hosts(flow, rows)
+    _check_arguments(flow.record, rows, statics_among(fn, args, kwargs, entries), of_data)
     if plan is not None and sampler is not None and not plan.draws_as(sampler):
         drawn = f"batches are drawn by {sampler}, and the plan accounts for {plan.sampling}"
-        advice = "Take plan.sampler(num_examples)."
-        flow.record.note(Context(line="sampler"), "sampling", drawn, advice)
+        flow.record.note(Context(line="sampler"), "sampling", drawn)
     return report_on(step, plan)
 
 
@@ -250,60 +248,33 @@ def _words(leaf: Any) -> bytes:
     return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes()
 
 
-def _check_statics(flow: PrivacyFlow, names: Sequence[str]) -> None:
-    """What is private and no array: the program holds it as a constant."""
-    if names:
-        flow.record.note(
-            Context(line="the arguments"),
-            "release",
-            f"{some(names, 3)}: private, and no array. It is part of the program, so all that the "
-            "step returns may depend on it",
-            "Pass it as an array, or as an argument that is not private if it is public.",
-            is_decided=False,
-        )
-
-
-def _check_constants(flow: PrivacyFlow, lengths: set[int], of_data: int | None) -> None:
-    """Arrays that the step closes over and that are as long as the batch or the data."""
-    for value in flow.record.constants:
-        shape, places = np.shape(value), flow.constant(value).places
+def _check_arguments(
+    record: Record, rows: Sequence[Any], statics: Sequence[str], of_data: int | None
+) -> None:
+    """What the program holds as constants, and what one host alone holds of a batch."""
+    at, lengths = Context(line="the arguments"), {row.shape[0] for row in rows if row.shape}
+    if statics:
+        found = f"{some(statics, 3)}: private, and no array. It is part of the program, so all that"
+        record.note(at, "release", f"{found} the step returns may depend on it", is_decided=False)
+    for value in record.constants:
+        shape, places = np.shape(value), of_array(value).places
         is_long = shape[0] in lengths and places[:1] != (EVEN,)
         is_long |= any(n == of_data and p != EVEN for n, p in zip(shape, places, strict=False))
         if is_long:
-            flow.record.note(
-                Context(line="the step"),
-                "examples apart",
-                f"the step closes over an array of shape {shape}, which has as many rows as the "
-                "batch or the data",
-                "Pass it as an argument. If it holds private data, name it in private=; if it has "
-                "a public row for each example, name it in public_rows=.",
-                is_decided=False,
-            )
-
-
-def _check_hosts(flow: PrivacyFlow, rows: Sequence[Any]) -> None:
-    """On several hosts, a batch that one of them holds by itself is another one on each."""
+            found = f"the step closes over an array of shape {shape}, as long as the batch or data"
+            record.note(Context(line="the step"), "examples apart", found, is_decided=False)
     own = [row for row in rows if not isinstance(row, jax.Array) or row.is_fully_addressable]
     if jax.process_count() > 1 and any(not is_shape(row) for row in own):
-        flow.record.note(
-            Context(line="the arguments"),
-            "examples apart",
-            "there are several processes, and private arguments are arrays of this one alone",
-            "Put the parts of all hosts together: rules.shard_batch((x, y, is_padding_example)).",
-            is_decided=False,
-        )
+        found = "there are several processes, and private arguments are arrays of this one alone: "
+        found += "put the parts of all together by rules.shard_batch((x, y, is_padding_example))"
+        record.note(at, "examples apart", found, is_decided=False)
 
 
 def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
     said = str(error).strip().splitlines()[0]
-    finding = Finding(
-        "side door",
-        f"the step cannot be traced, for a value decides a shape or what Python does: {said}",
-        "see the error that JAX raises for this step",
-        "Shapes and Python's if must not depend on traced values: use masks and jnp.where.",
-        is_decided=False,
-    )
-    return PrivacyReport(plan, (), (finding,), (), (), (), math.inf, 0, ())
+    found = f"the step cannot be traced, for a value decides a shape or what Python does: {said}"
+    undecided = finding("side door", found, "the error that JAX raises for this step", False)
+    return PrivacyReport(plan, (), (undecided,), (), (), (), math.inf, 0, ())
 
 
 def _named_by(what: str, patterns: Iterable[str], names: list[str]) -> list[bool]:

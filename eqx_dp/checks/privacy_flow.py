@@ -46,9 +46,8 @@ class PrivacyFlow(Flow[Fact]):
 
     def joined(self, facts: Sequence[Fact]) -> Fact:
         """The fact about a value that may be any of several."""
-        stream = streams.either_stream([fact.token for fact in facts])
-        if stream is not None:
-            return Fact(token=stream)
+        if len({*facts}) == 1:
+            return facts[0]
         found = either([self._read(fact) for fact in facts])
         for fact in facts if found.token is None else ():
             self.record.use("something else", fact, fact.reach.where)
@@ -68,9 +67,8 @@ class PrivacyFlow(Flow[Fact]):
             assert len(results) == len(equation.outvars)
             return results
         except Exception as error:
-            found = f"the check failed at '{equation.primitive.name}': {error!r}"
-            advice = "This is a fault of the check. Write it in another way, and report it."
-            self.record.note(context, "release", found, advice, is_decided=False)
+            found = f"the check failed at '{equation.primitive.name}' (report it): {error!r}"
+            self.record.note(context, "release", found, is_decided=False)
             return [private("unknown", context.line)] * len(equation.outvars)
 
     def equation(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
@@ -125,8 +123,7 @@ class PrivacyFlow(Flow[Fact]):
         if by.is_public:
             return [fact._replace(turns=fact.turns | by.turns) for fact in results]
         found = "a private value decides which branch is taken, or how long a loop runs"
-        advice = "Decide by public values, or in the loss, where each example decides for itself."
-        self.record.note(context, "side door", found, advice, is_proven(by))
+        self.record.note(context, "side door", found, is_proven(by))
         lost = [self._read(fact, context.line) for fact in results]
         return [Fact(reached([by, fact], "steered", context.line)) for fact in lost]
 

@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn
 from ..programs import UNSEEN, equations, named, programs_of, written_in
 from .facts import Fact, Kind
 from .flow import Context
-from .privacy_report import Finding
+from .privacy_report import Finding, finding
 from .streams import Key, Streams, Use
 from .sums import Release, Source
 
@@ -41,12 +41,10 @@ class Record:
         self.assumed: dict[str, None] = {}
         self.is_noised_again = False
 
-    def note(
-        self, context: Context, rule: str, found: str, advice: str, is_decided: bool = True
-    ) -> None:
+    def note(self, context: Context, rule: str, found: str, is_decided: bool = True) -> None:
         """Notes a finding, once what loops carry is settled."""
         if context.is_final:
-            self.found[Finding(rule, found, context.line, advice, is_decided)] = None
+            self.found[finding(rule, found, context.line, is_decided)] = None
 
     def use(self, what: str, fact: Fact, line: str, is_fresh: bool = True) -> None:
         """Notes what a key is used for, if a value is one."""
@@ -55,7 +53,9 @@ class Record:
 
     def door(self, context: Context, equation: JaxprEqn, is_decided: bool = True) -> None:
         """Notes a private value at a side door."""
-        self.note(context, "side door", *_said_of(equation), is_decided)
+        found = f"a private value goes into '{equation.primitive.name}'"
+        found += ", by eqx.error_if" if is_error_if(equation) else ""
+        self.note(context, "side door", found, is_decided)
 
 
 REASONS = {
@@ -111,17 +111,3 @@ def is_error_if(equation: JaxprEqn) -> bool:
     """Whether a callback is that of `eqx.error_if`, which returns what it is given."""
     written = written_in(equation)
     return any(lib == "equinox" and file.endswith("_errors.py") for lib, file, _ in written)
-
-
-def _said_of(equation: JaxprEqn) -> tuple[str, str]:
-    """What a private value does at a door, and what to do."""
-    found = f"a private value goes into '{equation.primitive.name}'"
-    if is_error_if(equation):
-        return f"{found}, by eqx.error_if", (
-            "Whether a run stops tells of the data. Take the check out. A solver of diffrax, "
-            "lineax or optimistix takes throw=False; or set EQX_ON_ERROR=off in the environment."
-        )
-    return found, (
-        "What a host function or a print sees is seen without noise. Take it out, or give it "
-        "public values alone."
-    )

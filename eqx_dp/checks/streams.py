@@ -47,13 +47,11 @@ class Draw(NamedTuple):
 
     Attributes:
         path: where.
-        branches: the branches around it.
         line: the source line.
         is_again: whether a loop does it in each turn, with the same state.
     """
 
     path: Hashable
-    branches: tuple[tuple[Hashable, int], ...]
     line: str
     is_again: bool
 
@@ -68,7 +66,7 @@ class Streams:
         """Notes that noise, or a loop, uses a state up."""
         if context.is_final:
             is_again = loops_of(context) != token.loops
-            draw = Draw(context.path, context.branches, context.line, is_again)
+            draw = Draw(context.path, context.line, is_again)
             self.drawn[token.root, token.at][draw] = None
 
     def twice(self) -> list[tuple[Draw, Draw]]:
@@ -76,15 +74,8 @@ class Streams:
         found: list[tuple[Draw, Draw]] = []
         for draws in map(list, self.drawn.values()):
             found += [(draw, draw) for draw in draws if draw.is_again]
-            pairs = ((a, b) for i, a in enumerate(draws) for b in draws[:i])
-            found += [(a, b) for a, b in pairs if not _exclude(a, b)]
+            found += [(a, b) for i, a in enumerate(draws) for b in draws[:i]]
         return found
-
-
-def _exclude(a: Draw, b: Draw) -> bool:
-    """Whether two draws are in different branches of one choice."""
-    others = dict(b.branches)
-    return any(others.get(path, i) != i for path, i in a.branches)
 
 
 def loops_of(context: Context) -> tuple[Hashable, ...]:
@@ -106,15 +97,6 @@ def after_loop(token: Stream, end: object, loop: Loop, outer: Context) -> Stream
     if not isinstance(end, Stream) or end._replace(at=inside.at) != inside:
         return None
     return token if end == inside else token._replace(at=("after", loop.path))
-
-
-def either_stream(tokens: Sequence[object]) -> Stream | None:
-    """After a choice: a new state, if all branches end in states of one stream."""
-    streams = [token for token in tokens if isinstance(token, Stream)]
-    if len(streams) < len(tokens) or len({(s.root, s.part, s.loops) for s in streams}) > 1:
-        return None
-    states = tuple(dict.fromkeys(stream.at for stream in streams))
-    return streams[0] if len(states) == 1 else streams[0]._replace(at=("either", states))
 
 
 # Keys of losses, and the counters that are folded into them.

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from ..privacy import SENSITIVITY_OF_UNIT_NORM, Banded, NeighboringRelation, PrivacyPlan
 from ..shown import some
 from .arguments import Argument
-from .engine import KEY_OF_LOSS
 from .facts import Fact, Kind
-from .privacy_report import Finding, PrivacyReport
+from .privacy_report import Finding, PrivacyReport, finding
 from .privacy_report import Release as Row
 from .record import REASONS, Record, is_by_hand, is_proven
 from .streams import Key, Stream, Use, is_another, parted
@@ -62,14 +61,14 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
     for line, is_none in record.unmasked.items():
         if plan is not None and has_padding(plan):
             what = "the plan samples, and filter_clipped_grad is given no mask of the arguments"
-            found.append(Finding("padding", what, line, _GIVE_MASK, is_none))
+            found.append(finding("padding", what, line, is_none))
         elif plan is None:
             notes.append(f"filter_clipped_grad is given no mask at {line}: no row may be padding")
     if plan is not None and not record.releases and not found and plan.noise_multiplier > 0:
         lines = " and ".join(record.of_public) or "the step"
-        where = "; filter_clipped_grad gets no private argument" if record.of_public else ""
+        where = "; filter_clipped_grad gets no argument named in private=" * bool(record.of_public)
         text = f"no clipped sum is released with noise{where}"
-        found.append(Finding("noise", text, lines, _NAME_DATA, is_decided=False))
+        found.append(finding("noise", text, lines, is_decided=False))
     if plan is not None and plan.noise_multiplier * (1 + _TOLERANCE) < multiplier < math.inf:
         notes.append("there is more noise than the plan accounts for")
     if any(source.batches for source in record.sources.values()):
@@ -77,8 +76,8 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
     private = [result for result in step.results if not result.fact.is_public]
     return PrivacyReport(
         plan,
-        tuple(dict.fromkeys(finding for finding in found if finding.is_decided)),
-        tuple(dict.fromkeys(finding for finding in found if not finding.is_decided)),
+        tuple(dict.fromkeys(one for one in found if one.is_decided)),
+        tuple(dict.fromkeys(one for one in found if not one.is_decided)),
         released,
         tuple(r.name for r in private if r.is_kept and not r.is_disclosed),
         tuple(result.name for result in private if result.is_disclosed),
@@ -89,10 +88,6 @@ def report_on(step: TracedStep, plan: PrivacyPlan | None) -> PrivacyReport:
 
 
 _TOLERANCE = 1e-4
-_GIVE_MASK = (
-    "Some slots of a sampled batch hold no example, and would count as one. Give the sampler's "
-    "mask, is_padding_example=mask, and name it in private=."
-)
 
 
 def has_padding(plan: PrivacyPlan) -> bool:
@@ -101,20 +96,6 @@ def has_padding(plan: PrivacyPlan) -> bool:
 
 
 # Results.
-
-_ADD_NOISE = (
-    "Add the plan's noise to the result of filter_clipped_grad, before any other operation: "
-    "plan.privatizer comes first in the optimizer's chain; without optax, dp.add_noise."
-)
-_BY_HAND = (
-    "The check knows the noise of plan.privatizer and of noisy, state = dp.add_noise(grads, state, "
-    "stddev), and no other: use one of them in place of jax.random.normal."
-)
-_LEAVE_OUT = (
-    "Leave it out of the results, also as a mean. If you release it without noise on purpose, "
-    "name its path in disclose=."
-)
-_STAYS = "If nobody sees it, or anything computed from it, name its path in kept=. "
 
 
 def _leaving(step: TracedStep) -> list[Finding]:
@@ -129,8 +110,8 @@ def _leaving(step: TracedStep) -> list[Finding]:
             stays = result.returns is not None and not step.reaches_model
             leaving[_how(fact, stays)].append(result.name)
     return [
-        finding._replace(found=f"result{'s' * (len(names) > 1)} {some(names, 3)}: {finding.found}")
-        for finding, names in leaving.items()
+        one._replace(found=f"result{'s' * (len(names) > 1)} {some(names, 3)}: {one.found}")
+        for one, names in leaving.items()
     ]
 
 
@@ -139,13 +120,10 @@ def _how(fact: Fact, stays: bool) -> Finding:
     where = reach.where or "the results"
     if is_by_hand(fact):
         how = "noise was drawn by hand, and the check cannot tell whether it is enough"
-        return Finding("noise", how, where, _BY_HAND, is_decided=False)
+        return finding("noise", how, where, is_decided=False)
     how = "a clipped sum is in it, without noise" if is_sum else REASONS[reach.reason]
-    advice = _LEAVE_OUT if reach.reason in ("data", "rows", "secret", "unknown") else _ADD_NOISE
-    is_decided = not stays and is_proven(fact)
-    if stays:
-        how, advice = f"{how}, and it stays in the state", _STAYS + advice
-    return Finding("release", how, where, advice, is_decided)
+    how += ", and it stays in the state" if stays else ""
+    return finding("release", how, where, not stays and is_proven(fact))
 
 
 # Releases.
@@ -172,7 +150,7 @@ def _against_plan(
     record: Record, plan: PrivacyPlan | None, multiplier: float, steps: int
 ) -> list[Finding]:
     releases, found = [*record.releases.values()], list[Finding]()
-    if plan is None or not releases or any(finding.rule == "noise" for finding in record.found):
+    if plan is None or not releases or any(one.rule == "noise" for one in record.found):
         return found
     lines = " and ".join(dict.fromkeys(release.context.line for release in releases))
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
@@ -185,29 +163,22 @@ def _against_plan(
             f"{plan.noise_multiplier:.6g} (standard deviation {stddev:.4g}, sensitivity of all "
             f"releases of a step together {most}{sensitivity})"
         )
-        found.append(Finding("noise", text, lines, _MORE_NOISE, is_tight))
+        found.append(finding("noise", text, lines, is_tight))
     correlation = Banded() if plan.noise is None else plan.noise
     if others := {release.correlation for release in releases} - {correlation}:
         text = f"noise is correlated by {others.pop()}, and the plan accounts for {correlation}"
-        found.append(Finding("noise", text, lines, "Take the noise of plan.privatizer."))
+        found.append(finding("noise", text, lines))
     if steps > plan.steps:
         text = f"a call takes {steps} steps, and the plan accounts for {plan.steps}"
-        found.append(Finding("noise", text, lines, "Make a plan with as many steps."))
+        found.append(finding("noise", text, lines))
     return found
 
 
 def _is_tight(record: Record, releases: Sequence[Release]) -> bool:
     """Whether the noise multiplier is certainly no larger: one batch, and bounds that are met."""
-    is_exact = all(one.is_exact and not one.context.branches for one in releases)
+    is_exact = all(one.is_exact for one in releases)
     batches = {source.rows for source in record.sources.values()}
     return is_exact and len(batches) == 1 and not record.is_noised_again
-
-
-_NAME_DATA = "Name the arguments that hold the batch, and its mask, in private=."
-_MORE_NOISE = (
-    "The standard deviation must be the plan's noise multiplier times this sensitivity, as "
-    "plan.privatizer sets it; for k sums with noise each, sqrt(k) times as much."
-)
 
 
 def _units(record: Record, plan: PrivacyPlan | None) -> list[Finding]:
@@ -215,16 +186,15 @@ def _units(record: Record, plan: PrivacyPlan | None) -> list[Finding]:
     if plan is None:
         return []
     return [
-        Finding("release", _OTHER_UNIT, source.line, _USE_UNIT, is_decided=False)
+        finding("release", _OTHER_UNIT, source.line, is_decided=False)
         for source in record.sources.values()
         if source.unit != plan.unit
     ]
 
 
-_OTHER_UNIT = "the plan's unit is another one than that whose gradients are clipped"
-_USE_UNIT = (
-    "With unit=dp.Users(...) in the plan, clip plan.unit.loss(loss) and pass plan.unit.take(...), "
-    "all rows of a user in one slot; without it, clip the loss of one row."
+_OTHER_UNIT = (
+    "the plan's unit is another one than that whose gradients are clipped: with unit=dp.Users(...) "
+    "clip plan.unit.loss(loss) and pass plan.unit.take(...), all rows of a user in one slot"
 )
 
 
@@ -237,7 +207,7 @@ def _streams(step: TracedStep) -> list[Finding]:
     for one, other in drawn.twice():
         how = "in each turn of a loop" if one is other else f"at {other.line}, too"
         text = f"one state of a stream gives this noise and that {how}"
-        found.append(Finding("fresh noise", text, one.line, _ONE_STATE))
+        found.append(finding("fresh noise", text, one.line))
     used = {root: next(iter(uses)).line for (root, _), uses in drawn.drawn.items()}
     for i, argument in enumerate(step.arguments):
         if argument.stream is None or argument.stream[0] not in used:
@@ -248,27 +218,22 @@ def _streams(step: TracedStep) -> list[Finding]:
         is_next = isinstance(token, Stream) and (token.root, token.part) == (root, part)
         if not isinstance(token, Stream) or not is_next:
             text = f"the stream of noise {name} does not go out at its place"
-            found.append(Finding("fresh noise", text, used[root], _RETURN, is_decided=False))
+            found.append(finding("fresh noise", text, used[root], is_decided=False))
         elif drawn.drawn.get((root, token.at)):
             text = f"the stream of noise {name} goes out as it was before a draw: the next call has"
             text += " the same noise"
-            found.append(Finding("fresh noise", text, used[root], _RETURN))
+            found.append(finding("fresh noise", text, used[root]))
     for result in step.results:
         token = result.fact.token
         if isinstance(token, Stream) and token.is_secret:
             own = None if result.returns is None else step.arguments[result.returns].stream
             if own != (token.root, token.part):
                 text = f"result {result.name}: {REASONS['secret']}"
-                found.append(Finding("release", text, "the results", _RETURN))
+                found.append(finding("release", text, "the results"))
     for one, other in step.same:
         text = f"{one} and {other} hold the same key"
-        found.append(Finding("fresh noise", text, "the arguments", _ONE_KEY))
+        found.append(finding("fresh noise", text, "the arguments"))
     return list(dict.fromkeys(found))
-
-
-_ONE_STATE = "Pass each state to one draw alone: noisy, state = dp.add_noise(grads, state, stddev)."
-_RETURN = "Return the state of the last draw at the place where it came in, and nowhere else."
-_ONE_KEY = "Begin each stream by itself, dp.noise_stream(), and use its key for nothing else."
 
 
 # Keys of losses.
@@ -287,15 +252,13 @@ def _losses(step: TracedStep, notes: list[str]) -> list[Finding]:
         name = step.arguments[use.key.root].names[-1]
         if not use.is_fresh or not is_another(use.key, back):
             text = f"the loss's key, from {name}, is not proven to be another one in each call and"
-            found.append(
-                Finding("fresh noise", f"{text} turn", use.line, KEY_OF_LOSS, is_decided=False)
-            )
+            found.append(finding("fresh noise", f"{text} turn", use.line, is_decided=False))
         others = [one for one in uses if one.what != "loss" and one.key.root == use.key.root]
         for other in others:
             if not parted(use.key, other.key):
                 text = f"the loss's key, from {name}, or what it follows from, is used at "
                 text += f"{other.line}, too"
-                found.append(Finding("fresh noise", text, use.line, KEY_OF_LOSS, is_decided=False))
+                found.append(finding("fresh noise", text, use.line, is_decided=False))
         if use.key.root not in back:
             notes.append(f"the caller gives {name}, and must not give it again in another call")
     return found
