@@ -127,6 +127,18 @@ class Flow(abc.ABC, Generic[Fact]):
         """The fact about the stacked results of a scan's turns."""
         return fact
 
+    def entry(self, context: Context, fact: Fact, i: int) -> Fact:
+        """The fact about the i-th value that a loop carries, at the beginning of a turn."""
+        return fact
+
+    def widened(self, context: Context, start: Fact, end: Fact) -> Fact:
+        """The same, given that at the end of a turn."""
+        return self.joined([start, end])
+
+    def after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
+        """The same, after the last turn, from those before the loop and around a turn."""
+        return start
+
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
         """The facts about results that a condition chooses, or of a loop that it stops."""
         return results
@@ -192,11 +204,15 @@ class Flow(abc.ABC, Generic[Fact]):
         size, before = len(carry), context._replace(is_final=False)
         slices = [self.sliced(context, fact) for fact in slices]
 
-        def step(carry: list[Fact], context: Context) -> list[Fact]:
-            return self.program(body, [*consts, *carry, *slices], context)
+        def step(entry: list[Fact], context: Context) -> list[Fact]:
+            return self.program(body, [*consts, *entry, *slices], context)
 
-        carry = settled(
-            lambda carry: step(carry, before)[:size], carry, lambda a, b: self.joined([a, b])
+        entry = settled(
+            lambda entry: step(entry, before)[:size],
+            [self.entry(context, fact, i) for i, fact in enumerate(carry)],
+            lambda start, end: self.widened(context, start, end),
         )
-        results = step(carry, context)
-        return [*carry, *(self.stacked(context, fact) for fact in results[size:])]
+        whole = zip(carry, entry, step(entry, before)[:size], strict=True)
+        after = [self.after(context, *facts) for facts in whole]
+        results = step(entry, context)
+        return [*after, *(self.stacked(context, fact) for fact in results[size:])]

@@ -8,7 +8,7 @@ from ..privacy import NoiseMark
 from .engine import models_of
 from .facts import Fact, Kind, Reach, private, value_of
 from .flow import Context
-from .record import REASONS, Record
+from .record import Record
 from .streams import PAST, loops_of, state_of
 from .sums import Release
 
@@ -40,7 +40,7 @@ def noise(
     record.streams.use(context, stream)
     record.is_noised_again |= any(fact.is_public and fact.reach.is_noised for fact in leaves)
     noisy = [
-        _in_vain(record, context, mark, fact)
+        private("noised", fact.reach.where or context.line)
         if fact.reach.kind is Kind.PRIVATE or (fact.sum and not fact.sum.is_whole)
         else Fact(Reach(is_noised=True))
         for fact in leaves
@@ -56,16 +56,3 @@ def noise(
         )
     after = stream._replace(at=context.path, loops=loops_of(context))
     return [*noisy, *(Fact(token=after._replace(part=part)) for part in range(count))]
-
-
-def _in_vain(record: Record, context: Context, mark: NoiseMark, fact: Fact) -> Fact:
-    """Noise on what has no known bound."""
-    reason = fact.reach.reason or "loop"
-    found = (
-        f"noise of standard deviation {mark.stddev:.4g} was added, but the noise multiplier is not "
-        f"known: {REASONS[reason]}"
-    )
-    found += f" (at {fact.reach.where})" if fact.reach.where not in ("", context.line) else ""
-    if reason != "mixed":  # of which a finding tells already
-        record.note(context, "noise", found, is_decided=False)
-    return private("noised", context.line)

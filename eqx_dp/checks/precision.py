@@ -132,8 +132,7 @@ def check_precision(
     | what happens to the sum | a violation if |
     |---|---|
     | a matrix product or convolution of float32 | it is not at the highest precision |
-    | the same by a `DotAlgorithm` | always |
-    | the same by a `DotAlgorithmPreset` | its operands or sums have fewer digits than dtypes say |
+    | the same by a `DotAlgorithm` or a `DotAlgorithmPreset` | always |
     | a cast to integers, or of its bits | always: integers do not show digits |
     | a callback, a kernel by name (`ffi_call`) | always: the result is unknown |
     | `jax.debug` callbacks, and others that return nothing | never |

@@ -300,8 +300,7 @@ class PrecisionFlow(Flow[Facts]):
     def _is_as_precise(self, case: _Case, shown: str) -> None:
         """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""
         inside, declared = narrowest_inside(case.equation), self.policy.matmul_precision
-        of_float32 = any(dtype_of(v) == jnp.float32 for v in case.equation.invars[:2])
-        if inside is not None and (not of_float32 or inside.digits < _KEPT[declared]):
+        if inside is not None and inside.digits < _KEPT[declared]:
             name = f"matmul_precision {declared}"
             self._violation(shown, name, inside.name, self._where(case))
 

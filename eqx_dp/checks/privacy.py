@@ -219,9 +219,8 @@ def _public(i: int, argument: Argument) -> Fact:
         return Fact(token=Stream(*argument.stream))
     places = (None,) * len(shape)
     if is_key(argument):
-        if "rbg" in str(dtype) or len(shape) > 1:  # whose children are not independent
-            return Fact()
-        return Fact(places=places, token=Key(i, (0,), shape[0]) if shape else Key(i))
+        is_plain = not shape and "rbg" not in str(dtype)  # whose children are not independent
+        return Fact(places=places, token=Key(i) if is_plain else None)
     is_counter = not shape and np.issubdtype(dtype, np.integer)
     return Fact(places=places, token=Counter(i) if is_counter else None)
 
@@ -229,17 +228,16 @@ def _public(i: int, argument: Argument) -> Fact:
 def _same_keys(arguments: Sequence[Argument], constants: Sequence[Any]) -> list[tuple[str, str]]:
     """Streams whose key another argument, or a constant of the step, holds as well."""
     found, keys = list[tuple[str, str]](), dict[bytes, str]()
-    for argument in arguments:
-        if argument.stream is not None and argument.stream[1] == 0 and eqx.is_array(argument.leaf):
-            for one in argument.leaf.reshape(-1):  # several, of several models
-                words, name = _words(one), argument.names[-1]
-                found += [(keys[words], name)] if words in keys else []
-                keys[words] = name
-    others = [(one.names[-1], one.leaf) for one in arguments if one.stream is None]
-    for name, leaf in (*others, *(("a constant of the step", one) for one in constants)):
+    leaves = [(one.names[-1], one.stream, one.leaf) for one in arguments]
+    leaves += [("a constant of the step", None, value) for value in constants]
+    for name, stream, leaf in sorted(leaves, key=lambda leaf: leaf[1] is None):
         is_words = eqx.is_array(leaf) and (is_key(leaf) or leaf.dtype == np.uint32)
-        if is_words and (words := _words(leaf)) in keys:
-            found.append((keys[words], name))
+        if not is_words or (stream is not None and stream[1] != 0):
+            continue
+        for one in [leaf] if stream is None else leaf.reshape(-1):  # several, of several models
+            words = _words(one)
+            found += [(keys[words], name)] if words in keys else []
+            keys |= {} if stream is None else {words: name}
     return found
 
 

@@ -4,11 +4,11 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import UNCHANGED, ShardMap, mark_on, named, settled
+from ..programs import UNCHANGED, ShardMap, mark_on, named
 from . import rows, streams
 from .engine import engine_call
 from .facts import EVEN, Fact, Kind, Reach, either, evaluated, of_array, private, reached
@@ -110,8 +110,8 @@ class PrivacyFlow(Flow[Fact]):
     def _tokens(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[object]:
         """The keys and counters that results are; notes what else reads a key."""
         count, first = len(equation.outvars), inputs[0].token if inputs else None
-        if isinstance(first, Key) and first.number > 1 and equation.primitive.name == "unstack":
-            return [first.cut(i, i + 1) for i in range(count)]
+        if isinstance(first, Key) and first.is_many and equation.primitive.name == "unstack":
+            return [first.one(i) for i in range(count)]
         token = streams.token_of(equation, inputs) if count else None
         for fact in inputs[isinstance(token, Key) :]:
             self.record.use("something else", fact, context.line)
@@ -149,12 +149,13 @@ class PrivacyFlow(Flow[Fact]):
         if fact.sum is not None:
             return Fact(reached([fact], "loop", context.line))
         fact = self._read(fact, context.line)
+        self.record.use("something else", fact, context.line)
         is_other = fact.is_public and fact.places[:1] != (EVEN,)
         return fact._replace(
             role=fact.role if fact.role[:1] in (("mask",), ("index",)) else (),
             places=rows.sliced(fact.places, loop),
             turns=fact.turns | ({loop} if is_other else set()),
-            token=streams.in_turn(fact.token),
+            token=None,
             value=None,
         )
 
@@ -167,28 +168,32 @@ class PrivacyFlow(Flow[Fact]):
         self.record.use("something else", fact, context.line)
         return Fact(reached([fact], "loop", context.line), turns=fact.turns - {loop})
 
-    def loop(self, context: Context, body: ClosedJaxpr, parts: Sequence[list[Fact]]) -> list[Fact]:
-        """Follows a loop until the facts about its carry settle, and once more.
+    def entry(self, context: Context, fact: Fact, i: int) -> Fact:
+        """Running totals and streams begin as symbols: what one turn does, all turns do."""
+        loop = context.loops[-1].path
+        if isinstance(fact.token, Stream):
+            inside = streams.loops_of(context)
+            return Fact(token=fact.token._replace(at=("turn", loop), loops=inside))
+        role = ("total", loop, i) if fact.is_public else ()
+        reach = reached([fact], "loop", context.line)
+        return Fact(reach, fact.places, fact.turns | {loop}, role, token=fact.token)
 
-        Running totals and streams begin as symbols: what one turn does, all turns do.
-        """
-        consts, carry, slices = parts
-        size, before = len(carry), context._replace(is_final=False)
-        inner = [self.sliced(context, fact) for fact in slices]
+    def widened(self, context: Context, start: Fact, end: Fact) -> Fact:
+        """The fact at the beginning of a turn, given that at its end."""
+        if isinstance(start.token, Stream) or (start.role and end.role == start.role):
+            return start
+        if start.role and end.role == ("added", *start.role[1:]):
+            return Fact(private("loop", context.line).reach, role=start.role)
+        token = start.token if start.token == end.token else None
+        if isinstance(start.token, Counter) and isinstance(end.token, Counter):
+            is_up = end.token.root == start.token.root and end.token.plus >= start.token.plus
+            token = start.token if is_up else None
+        found = either([fact._replace(role=(), token=token) for fact in (start, end)])
+        if end.sum is not None:
+            found = found._replace(reach=reached([end], "loop", context.line))
+        return found._replace(role=start.role if found.is_public else ())
 
-        def turn(entry: list[Fact]) -> list[Fact]:
-            return self.program(body, [*consts, *entry, *inner], before)[:size]
-
-        symbols = [_symbol(fact, i, context) for i, fact in enumerate(carry)]
-        entry = settled(turn, symbols, lambda start, end: _widened(start, end, context))
-        whole = zip(carry, entry, turn(entry), strict=True)
-        after = [self._after(context, *facts) for facts in whole]
-        turns = frozenset[Hashable]({context.loops[-1].path})
-        entry = [fact._replace(turns=fact.turns | turns) for fact in entry]
-        results = self.program(body, [*consts, *entry, *inner], context)
-        return [*after, *(self.stacked(context, fact) for fact in results[size:])]
-
-    def _after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
+    def after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
         """What a loop carries, after its last turn."""
         loop, outer = context.loops[-1], context._replace(loops=context.loops[:-1])
         if isinstance(first.token, Stream):
@@ -219,30 +224,3 @@ def _total(equation: JaxprEqn, inputs: list[Fact]) -> Fact | None:
             total = other.sum._replace(rows=added(sums), is_exact=is_exact)
             return Fact(Reach(Kind.SUM), role=("added", *one.role[1:]), sum=total)
     return None
-
-
-def _symbol(fact: Fact, i: int, context: Context) -> Fact:
-    """The fact about what a loop carries at the beginning of a turn, if it may change."""
-    loop = context.loops[-1].path
-    if isinstance(fact.token, Stream):
-        inside = streams.loops_of(context)
-        return Fact(token=fact.token._replace(at=("turn", loop), loops=inside))
-    role = ("total", loop, i) if fact.is_public else ()
-    reach = reached([fact], "loop", context.line)
-    return Fact(reach, fact.places, fact.turns, role, token=fact.token)
-
-
-def _widened(start: Fact, end: Fact, context: Context) -> Fact:
-    """The fact at the beginning of a turn, given that at its end."""
-    if isinstance(start.token, Stream) or (start.role and end.role == start.role):
-        return start
-    if start.role and end.role == ("added", *start.role[1:]):
-        return Fact(private("loop", context.line).reach, role=start.role)
-    token = start.token if start.token == end.token else None
-    if isinstance(start.token, Counter) and isinstance(end.token, Counter):
-        is_up = end.token.root == start.token.root and end.token.plus >= start.token.plus
-        token = start.token if is_up else None
-    found = either([fact._replace(role=(), token=token) for fact in (start, end)])
-    if end.sum is not None:
-        found = found._replace(reach=reached([end], "loop", context.line))
-    return found._replace(role=start.role if found.is_public else ())

@@ -24,7 +24,6 @@ class Record:
         uses: the uses of keys.
         constants: arrays that the step closes over.
         unmasked: lines of engine calls without a private mask, and whether there is none at all.
-        of_public: lines of engine calls on public rows alone.
         assumed: what was taken for granted, for the notes.
         is_noised_again: whether noise was added to what is a release already.
     """
@@ -37,7 +36,6 @@ class Record:
         self.uses: dict[Use, None] = {}
         self.constants: list[Any] = []
         self.unmasked: dict[str, bool] = {}
-        self.of_public: dict[str, None] = {}
         self.assumed: dict[str, None] = {}
         self.is_noised_again = False
 

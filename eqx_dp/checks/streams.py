@@ -101,7 +101,7 @@ def after_loop(token: Stream, end: object, loop: Loop, outer: Context) -> Stream
 
 # Keys of losses, and the counters that are folded into them.
 
-TURN = "another number in each turn"
+EVERY = "each number"
 Fold: TypeAlias = int | str | tuple[str, int]
 
 
@@ -117,18 +117,21 @@ class Key(NamedTuple):
 
     Attributes:
         root: the argument.
-        path: what was folded in: constants, `("counter", argument)`, or anything else, `TURN`.
-        number: how many keys there are along the first dimension, instead of the last number.
+        path: what was folded in: constants, `("counter", argument)`; `EVERY` at the end of several
+            keys from `split`.
     """
 
     root: int
     path: tuple[Fold, ...] = ()
-    number: int = 1
 
-    def cut(self, start: int, stop: int) -> "Key":
-        """Some of several keys from `split`; one of them, if `stop` is `start + 1`."""
-        is_one = self.path[-1] == 0 and stop == start + 1
-        return Key(self.root, (*self.path[:-1], start if is_one else TURN), stop - start)
+    @property
+    def is_many(self) -> bool:
+        """Whether it is several keys from `split`."""
+        return self.path[-1:] == (EVERY,)
+
+    def one(self, i: int) -> "Key":
+        """One of several."""
+        return Key(self.root, (*self.path[:-1], i))
 
 
 class Use(NamedTuple):
@@ -168,38 +171,23 @@ def token_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Key | Counter | None
 
 def _key(name: str, equation: JaxprEqn, key: Key, inputs: Sequence[Fact]) -> Key | None:
     params, shape = equation.params, shape_of(equation.outvars[0])
-    if name == "random_fold_in" and key.number == 1 and not shape:
-        number: Fold | None = whole_number(inputs[1])
-        if number is None:
-            counter = inputs[1].token
-            is_counter = isinstance(counter, Counter) and not counter.plus
-            number = ("counter", counter.root) if is_counter else TURN
-        return Key(key.root, (*key.path, number))
-    if name == "random_split" and key.number == 1 and len(params["shape"]) == len(shape) == 1:
-        return Key(key.root, (*key.path, 0), shape[0])
-    if name == "slice" and key.number > 1 and len(shape) == 1 and params["strides"] in (None, (1,)):
-        return key.cut(params["start_indices"][0], params["limit_indices"][0])
-    is_moved = name in ("squeeze", "reshape", "broadcast_in_dim") and key.number == 1
+    if name == "random_fold_in" and not key.is_many and not shape:
+        number, counter = whole_number(inputs[1]), inputs[1].token
+        is_counter = isinstance(counter, Counter) and not counter.plus
+        fold = ("counter", counter.root) if is_counter else number
+        return None if fold is None else Key(key.root, (*key.path, fold))
+    if name == "random_split" and not key.is_many and len(params["shape"]) == len(shape) == 1:
+        return Key(key.root, (*key.path, EVERY))
+    if name == "slice" and key.is_many and shape == (1,):
+        return key.one(params["start_indices"][0])
+    is_moved = name in ("squeeze", "reshape", "broadcast_in_dim") and not key.is_many
     return key if is_moved and shape in ((), (1,)) else None
-
-
-def in_turn(token: object) -> object:
-    """One of several keys, in a turn of a loop that goes over them."""
-    if not isinstance(token, Key) or token.number == 1:
-        return token
-    return Key(token.root, (*token.path[:-1], TURN))
 
 
 def parted(a: Key, b: Key) -> bool:
     """Whether two keys of one root are proven to be independent: no path begins with the other."""
-    constants = [
-        (one, other)
-        for i, (one, other) in enumerate(zip(a.path, b.path, strict=False))
-        if not any(key.number > 1 and i == len(key.path) - 1 for key in (a, b))
-    ]
-    return any(
-        isinstance(one, int) and isinstance(other, int) and one != other for one, other in constants
-    )
+    folds = zip(a.path, b.path, strict=False)
+    return any(isinstance(one, int) and isinstance(two, int) and one != two for one, two in folds)
 
 
 def is_another(key: Key, back: Mapping[int, object]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
-from jax.lax import DotAlgorithmPreset, Precision
+from jax.lax import DotAlgorithm, DotAlgorithmPreset, Precision
 
 from ..programs import UNSEEN, named
 from .flow import dtype_of
@@ -69,23 +69,15 @@ def is_float8(widths: list[Width]) -> bool:
 
 CONTRACTIONS = named("dot_general conv_general_dilated ragged_dot_general")
 
-_ROUNDED = {
-    "BF16": known_width(jnp.bfloat16),
-    "F16": known_width(jnp.float16),
-    "TF32": Width(10, 8, "TensorFloat32"),
-    "ANY": Width(3, 5, "float8"),
-}
-
 
 def narrowest_inside(equation: JaxprEqn) -> Width | None:
     """The format that a contraction rounds to, if it is narrower than operands and result.
 
     | a product of float32 | digits that are kept |
     |---|---|
-    | without a precision, at the default, by a `DotAlgorithm` | 7, of bfloat16 |
+    | without a precision, at the default; of any dtype, by a named algorithm | 7, of bfloat16 |
     | at high precision | 10, of TensorFloat32 |
-    | at the highest, by an algorithm named for F32, by `BF16_BF16_F32_X6` or `_X9` | all |
-    | by another algorithm | those of the format it is named for |
+    | at the highest | all |
 
     Returns:
         The narrowest such format; None if nothing is lost, or for other equations.
@@ -93,27 +85,23 @@ def narrowest_inside(equation: JaxprEqn) -> Width | None:
     if equation.primitive.name not in CONTRACTIONS:
         return None
     given = equation.params["precision"]
-    pair = given if type(given) is tuple else (given, given)  # a DotAlgorithm is a tuple
+    if isinstance(given, DotAlgorithm | DotAlgorithmPreset):
+        return _BFLOAT16._replace(name="product by an algorithm, of which no more is known")
+    pair = given if isinstance(given, tuple) else (given, given)
     of_operands = zip(pair, map(width_of_variable, equation.invars[:2]), strict=True)
-    lost = [_inside(one) for one, width in of_operands if width and width.digits == 23]
-    sums = width_of(given.accumulation_type) if isinstance(given, DotAlgorithmPreset) else None
-    result = width_of_variable(equation.outvars[0])
-    if sums and result and sums.narrower(result):
-        lost.append(sums._replace(name=f"{sums.name} by {given}"))
-    return narrowest_of(lost)
+    return narrowest_of(_inside(one) for one, width in of_operands if width and width.digits == 23)
 
 
-def _inside(precision: Any) -> Width | None:
+_BFLOAT16 = known_width(jnp.bfloat16)
+
+
+def _inside(precision: Precision | None) -> Width | None:
     """The format that an operand of float32 is rounded to."""
-    if isinstance(precision, DotAlgorithmPreset) and precision != DotAlgorithmPreset.DEFAULT:
-        operand, *rest = precision.name.split("_")
-        width = None if rest[-1] in ("X6", "X9") else _ROUNDED.get(operand)
-        return width and width._replace(name=f"{width.name} by {precision.name}")
     if precision == Precision.HIGHEST:
         return None
-    width = _ROUNDED["TF32" if precision == Precision.HIGH else "BF16"]
-    said = "high" if precision == Precision.HIGH else "default"
-    return width._replace(name=f"float32 at precision {said} ({width.name} on accelerators)")
+    if precision == Precision.HIGH:
+        return Width(10, 8, "float32 at precision high (TensorFloat32 on accelerators)")
+    return _BFLOAT16._replace(name="float32 at precision default (bfloat16 on accelerators)")
 
 
 def width_of_result(equation: JaxprEqn, variable: Any) -> Width | None:

@@ -269,18 +269,14 @@ def product(precision, preferred=None, matrix=None):
 
 DEFAULT = "float32 at precision default (bfloat16 on accelerators)"
 HIGH = "float32 at precision high (TensorFloat32 on accelerators)"
+ALGORITHM = "product by an algorithm, of which no more is known"
 PRODUCTS = {
     None: DEFAULT,
     "high": HIGH,
     ("highest", "high"): HIGH,
-    DotAlgorithmPreset.DEFAULT: DEFAULT,
-    DotAlgorithmPreset.BF16_BF16_F32_X3: "bfloat16 by BF16_BF16_F32_X3",
-    DotAlgorithmPreset.TF32_TF32_F32: "TensorFloat32 by TF32_TF32_F32",
-    DotAlgorithmPreset.ANY_F8_ANY_F8_F32: "float8 by ANY_F8_ANY_F8_F32",
-    DotAlgorithm(F32, F32, F32): DEFAULT,
+    DotAlgorithmPreset.F32_F32_F32: ALGORITHM,
+    DotAlgorithm(F32, F32, F32): ALGORITHM,
     "highest": None,
-    DotAlgorithmPreset.F32_F32_F32: None,
-    DotAlgorithmPreset.BF16_BF16_F32_X6: None,
 }
 
 
