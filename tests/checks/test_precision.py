@@ -385,12 +385,8 @@ def test_a_step_built_with_an_unsafe_policy():
     unsafe = dp.parse_policy("p=f32,c=bf16,a=bf16,n=bf16,unsafe=true")
     options = {"method": "book_keeping", "microbatch_size": 3}
     report = check(models.mlp(depth=0), unsafe, MIXED, **options)
-    assert {row.stage for row in report.violations} >= {
-        "clip norm",
-        "sum over examples",
-        "noise draw",
-        "noise addition",
-    }
+    # (Noise itself is drawn and added wide.)
+    assert {row.stage for row in report.violations} >= {"clip norm", "sum over examples"}
     # Against what it does declare it is right, and still said to be unsafe.
     own = check(models.mlp(depth=0), unsafe, **options)
     assert own.ok
