@@ -58,9 +58,9 @@ def with_noise(
 ) -> tuple[list[Float[Array, "..."]], Past]:
     """Adds noise whose distribution is known: `finite_precision.md`, `correlated_noise.md`.
 
-    Two entries share a block of ChaCha under the stream's key: entry i and entry i + h of a leaf of
-    2 h entries, or 2 h - 1. What the block encrypts is i, the stream's counter, and the leaf's
-    number.
+    Two entries share a block of ChaCha under the stream's key: entry i and entry i + h of a leaf,
+    where h is half of its entries, or up to 64 more (`_pairs`). What the block encrypts is i, the
+    stream's counter, and the leaf's number.
 
     Args:
         leaves: what noise is added to.
@@ -157,7 +157,7 @@ def _noised(
     def by_pair(
         counter: Counter, names: Any, sums: list[Any], past: list[Past]
     ) -> tuple[list[Any], Past]:
-        rows, halves = [*map(_in_two_rows, sums)], [-(-x.size // 2) for x in sums]
+        rows, halves = [*map(_in_two_rows, sums)], [_pairs(x.size) for x in sums]
         position = _side_by_side([jnp.arange(half, dtype=jnp.uint32) for half in halves])
         name = [jnp.full(half, name) for half, name in zip(halves, names, strict=True)]
         with stage("grid"):
@@ -180,6 +180,14 @@ def _noised(
     return jax.lax.platform_dependent(*operands, cpu=by_pair, default=by_entry)
 
 
+def _pairs(size: int) -> int:
+    """How many pairs a leaf takes: a multiple of 64, as compilers for CPUs vectorize no odd rest.
+
+    A leaf of 932,362 entries, half of which is odd, took four times as long without that.
+    """
+    return -(-size // 128) * 64
+
+
 def _places(shape: tuple[int, ...], name: Any) -> tuple[Any, Any, Any]:
     """For each entry of a leaf: the number of its pair, in two words, and whether it is the second.
 
@@ -187,7 +195,7 @@ def _places(shape: tuple[int, ...], name: Any) -> tuple[Any, Any, Any]:
     """
     size = math.prod(shape)
     position = positions(shape, jnp.uint32 if size <= 2**32 else jnp.uint64)
-    half = position.dtype.type(-(-size // 2))
+    half = position.dtype.type(_pairs(size))
     is_second = position >= half
     pair = jnp.where(is_second, position - half, position)
     if size > 2**32:
@@ -284,9 +292,9 @@ def _apart(x: Shaped[Array, "..."], shapes: list[tuple[int, ...]]) -> list[Shape
 
 
 def _in_two_rows(x: Shaped[Array, "..."]) -> Shaped[Array, "2 half"]:
-    """The first half of the entries, and the second; it may end with a zero."""
-    flat = x.ravel()
-    return (jnp.pad(flat, (0, 1)) if x.size % 2 else flat).reshape(2, -(-x.size // 2))
+    """The first half of the entries, and the second, which may end with zeros."""
+    half = _pairs(x.size)
+    return jnp.pad(x.ravel(), (0, 2 * half - x.size)).reshape(2, half)
 
 
 def _in_shape(rows: Shaped[Array, "2 half"], shape: tuple[int, ...]) -> Shaped[Array, "..."]:
