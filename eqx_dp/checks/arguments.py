@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey, SequenceKey, tree_leaves_with_path
+from jax.tree_util import DictKey, tree_leaves_with_path
 
 from ..paths import dotted
 from ..privacy import GaussianPrivatizerState, NoiseStream
@@ -42,11 +42,8 @@ def arguments_of(
     parameters = _parameters(fn)
     found = list[Argument]()
     streams = _streams((tuple(args), dict(kwargs)))
-    for (where, at, *rest), leaf in arrays_in((tuple(args), dict(kwargs))):
-        heads = _heads(where, at, parameters)
-        tail = dotted(tuple(rest))
-        names = tuple(f"{head}.{tail}" if tail else head for head in heads)
-        stream = streams.get((where, at, *rest))
+    for path, leaf in arrays_in((tuple(args), dict(kwargs))):
+        names, stream = _names(path, parameters), streams.get(path)
         found.append(Argument(names, tuple(leaf.shape), leaf.dtype, stream, leaf))
     return found
 
@@ -60,13 +57,14 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
-def _heads(where: Any, at: Any, parameters: Sequence[str]) -> list[str]:
-    """The names of a whole argument: position and name, or its name alone."""
-    assert isinstance(where, SequenceKey)
+def _names(path: tuple[Any, ...], parameters: Sequence[str]) -> tuple[str, ...]:
+    """Dotted paths, by position and by name, or by name alone."""
+    where, at, *rest = path
     heads: list[str] = [str(at.key)] if isinstance(at, DictKey) else [str(at.idx)]
     if where.idx == 0 and at.idx < len(parameters):
         heads.append(parameters[int(at.idx)])
-    return heads
+    tail = dotted(tuple(rest))
+    return tuple(f"{head}.{tail}" if tail else head for head in heads)
 
 
 def _streams(tree: PyTree[Any]) -> dict[tuple[Any, ...], tuple[int, int]]:
@@ -136,9 +134,8 @@ def statics_among(
     """
     parameters, found = _parameters(fn), list[str]()
     nodes = tree_leaves_with_path((tuple(args), dict(kwargs)), is_leaf=_is_other)
-    for (where, at, *rest), node in nodes:
-        tail = dotted(tuple(rest))
-        names = [f"{head}.{tail}" if tail else head for head in _heads(where, at, parameters)]
+    for path, node in nodes:
+        names = _names(path, parameters)
         is_around = any(_is_under([str(entry)], name) for entry in entries for name in names)
         is_within = any(_is_under(names, str(entry)) for entry in entries)
         if (is_around or is_within) and not is_array_or_shape(node):

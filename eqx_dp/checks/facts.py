@@ -101,13 +101,11 @@ class Sum(NamedTuple):
         rows: each of them, as a sum of terms.
         is_exact: whether the bounds are reached.
         over: the loop over whose turns this is a part of a sum; None if it is whole.
-        is_stacked: whether the parts of that loop's turns are along the first dimension.
     """
 
     rows: tuple[Terms, ...]
     is_exact: bool = True
     over: Hashable = None
-    is_stacked: bool = False
 
     @property
     def is_whole(self) -> bool:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from ..expected import function
@@ -136,11 +135,8 @@ def check_precision(
     | a cast to integers, or of its bits | always: integers do not show digits |
     | a callback, a kernel by name (`ffi_call`) | always: the result is unknown |
     | `jax.debug` callbacks, and others that return nothing | never |
-    | it is kept in the step's state | any of this happens in a later call |
 
-    For the last row, a result that holds an un-noised sum is assumed to be the argument at its
-    place in the next call: `state` of `step(model, state, *batch)` that returns `(model, state)`,
-    of `step(state, *batch)` that returns `state` or `(loss, state)`. Products and callbacks on the
+    Of a sum that is returned without noise, a note speaks alone. Products and callbacks on the
     noise are checked as those on the sum. Functions that take floats apart (`jnp.ldexp`,
     `jnp.frexp`, `jnp.signbit`) cast them to integers: multiply by a power of two instead. Noise
     counts from its addition, which must be an addition, not a scatter.
@@ -150,9 +146,8 @@ def check_precision(
     before; sums that the engine did not clip; noise that was drawn elsewhere and comes in as an
     argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
     `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the bits
-    of the noise; a sum that comes back by another way (cast by the caller, at another place, in
-    another function); one that goes through a mutable reference; what a compiler does with the
-    program. Any floating-point draw that is added to a clipped sum counts as its noise: operations
+    of the noise; a sum that comes back in another call; one that goes through a mutable reference;
+    what a compiler does with the program. Any floating-point draw that is added to a clipped sum counts as its noise: operations
     after a dither of your own are not checked. Of a `while` loop one step is counted, of a `cond`
     all branches.
 
@@ -178,7 +173,9 @@ def check_precision(
     program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     returns = coming_back(args, kwargs, results)
     names = [argument.names[-1] for argument in arguments_of(fn, args, kwargs)]
-    flow, outputs = _followed(program, declared, names, returns)
+    flow = PrecisionFlow(declared, names)
+    inputs = [Facts(arguments=frozenset({i}), untouched=i) for i in range(len(names))]
+    outputs = flow.program(program, inputs, Context())
     if not flow.stages:
         raise ValueError(
             f"Nothing to check: {function_name(fn)} calls neither the function that "
@@ -197,23 +194,6 @@ def check_precision(
 
 _NO_SUM = "no clipped sum of the engine's is in the program; of sums, nothing was seen"
 _RETURNED = "a clipped sum, or a value computed from it, is returned without noise"
-
-
-def _followed(
-    program: ClosedJaxpr, policy: Policy, names: list[str], returns: list[int | None]
-) -> tuple[PrecisionFlow, list[Facts]]:
-    """Follows call after call, until the un-noised sums that are returned no longer change."""
-    count, back = len(program.jaxpr.invars), set[int]()
-    while True:
-        flow = PrecisionFlow(policy, names)
-        inputs = [Facts(i in back, arguments=frozenset({i}), untouched=i) for i in range(count)]
-        outputs = flow.program(program, inputs, Context())
-        now = {
-            i for facts, i in zip(outputs, returns, strict=True) if facts.clipped and i is not None
-        }
-        if now <= back:
-            return flow, outputs
-        back |= now
 
 
 def _stored_otherwise(

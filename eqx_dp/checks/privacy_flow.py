@@ -162,8 +162,6 @@ class PrivacyFlow(Flow[Fact]):
     def stacked(self, context: Context, fact: Fact) -> Fact:
         """The stacked results of all turns."""
         loop = context.loops[-1].path
-        if fact.sum is not None and fact.sum.over == loop and not fact.sum.is_stacked:
-            return fact._replace(sum=fact.sum._replace(is_stacked=True))
         fact = self._read(fact, context.line)
         self.record.use("something else", fact, context.line)
         return Fact(reached([fact], "loop", context.line), turns=fact.turns - {loop})
@@ -176,7 +174,8 @@ class PrivacyFlow(Flow[Fact]):
             return Fact(token=fact.token._replace(at=("turn", loop), loops=inside))
         role = ("total", loop, i) if fact.is_public else ()
         reach = reached([fact], "loop", context.line)
-        return Fact(reach, fact.places, fact.turns | {loop}, role, token=fact.token)
+        turns = fact.turns if isinstance(fact.token, Key) else fact.turns | {loop}
+        return Fact(reach, fact.places, turns, role, token=fact.token)
 
     def widened(self, context: Context, start: Fact, end: Fact) -> Fact:
         """The fact at the beginning of a turn, given that at its end."""
@@ -218,7 +217,7 @@ def _total(equation: JaxprEqn, inputs: list[Fact]) -> Fact | None:
         if one.role[:1] not in (("total",), ("added",)) or other.sum is None or other.role:
             continue
         is_beside = len({shape_of(variable) for variable in equation.invars}) == 1
-        if is_beside and other.sum.over == one.role[1] and not other.sum.is_stacked:
+        if is_beside and other.sum.over == one.role[1]:
             sums = [other.sum, *([] if one.sum is None else [one.sum])]
             is_exact = other.sum.is_exact and one.sum is None
             total = other.sum._replace(rows=added(sums), is_exact=is_exact)

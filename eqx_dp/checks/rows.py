@@ -27,8 +27,6 @@ Layout: TypeAlias = Sequence[Sequence[From]]
 
 _Shape: TypeAlias = tuple[int, ...]
 _ENTRIES = ENTRY_BY_ENTRY | UNCHANGED | named("nextafter xor real imag")
-_REDUCED = named("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
-_ALONG_AXIS = named("cumsum cumprod cummax cummin cumlogsumexp")
 _WINDOWS = named("reduce_window_sum reduce_window_max reduce_window_min")
 
 
@@ -45,10 +43,15 @@ def layout(equation: JaxprEqn, shape: _Shape) -> Layout | None:
             else all_alike
             for one in shapes
         ]
-    rule = _RULES.get(name)
-    if rule is None:
+    if name in _MIXED:
+        found = _but(_dims(equation.params[_MIXED[name]]), shapes, shape)
+    elif name in _LEFT_OUT:
+        dims = _dims(equation.params[_LEFT_OUT[name]])
+        found = [[d for d in range(len(shapes[0])) if d not in dims]]
+    elif name in _RULES:
+        found = _RULES[name](equation.params, shapes, shape)
+    else:
         return None
-    found = rule(equation.params, shapes, shape)
     return [*found, *[all_alike] * (len(shapes) - len(found))]
 
 
@@ -59,8 +62,21 @@ def _broadcast(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     return [found]
 
 
-def _left_out(dims: Any, shapes: list[_Shape]) -> Layout:
-    return [[d for d in range(len(shapes[0])) if d not in dims]]
+_ALONG = named("cumsum cumprod cummax cummin cumlogsumexp")
+_MIXED = {
+    **dict.fromkeys(_ALONG, "axis"),
+    **{"rev": "dimensions", "concatenate": "dimension", "sort": "dimension", "split": "axis"},
+}
+"""By primitive, the parameter with the dimensions along which entries meet."""
+
+_LEFT_OUT = {"squeeze": "dimensions", "unstack": "axis", "argmax": "axes", "argmin": "axes"} | {
+    f"reduce_{name}": "axes" for name in ("sum", "max", "min", "prod", "and", "or")
+}
+"""By primitive, the parameter with the dimensions that a result does not have."""
+
+
+def _dims(given: Any) -> tuple[int, ...]:
+    return (given,) if isinstance(given, int) else tuple(given)
 
 
 def _cut(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
@@ -127,7 +143,6 @@ _RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
     "slice": _cut,
     "dynamic_slice": _cut,
-    "tile": _cut,
     "dynamic_update_slice": _update,
     "gather": _gather,
     "stack": _stack,
@@ -135,21 +150,10 @@ _RULES: dict[str, _Rule] = {
     "conv_general_dilated": _convolution,
     "iota": lambda params, shapes, shape: [],
     "transpose": lambda params, shapes, shape: [params["permutation"]],
-    "squeeze": lambda params, shapes, shape: _left_out(params["dimensions"], shapes),
-    "unstack": lambda params, shapes, shape: _left_out([params["axis"]], shapes),
-    "rev": lambda params, shapes, shape: _but(params["dimensions"], shapes, shape),
-    "concatenate": lambda params, shapes, shape: _but([params["dimension"]], shapes, shape),
-    "split": lambda params, shapes, shape: _but([params["axis"]], shapes, shape),
-    "sort": lambda params, shapes, shape: _but([params["dimension"]], shapes, shape),
-    "top_k": lambda params, shapes, shape: _but([len(shape) - 1], shapes, shape),
     "pad": lambda params, shapes, shape: _but(
         [d for d, edges in enumerate(params["padding_config"]) if any(edges)], shapes[:1], shape
     ),
-    **dict.fromkeys(
-        _ALONG_AXIS, lambda params, shapes, shape: _but([params["axis"]], shapes, shape)
-    ),
     **dict.fromkeys(_WINDOWS, _window),
-    **dict.fromkeys(_REDUCED, lambda params, shapes, shape: _left_out(params["axes"], shapes)),
 }
 
 

@@ -34,11 +34,8 @@ def _linear(equation: JaxprEqn, inputs: list[Fact]) -> Sum | str:
     name = equation.primitive.name
     sums = [fact.sum for fact in inputs if fact.sum is not None]
     one = sums[0]
-    if len({(found.over, found.is_stacked) for found in sums}) > 1:
+    if len({found.over for found in sums}) > 1:
         return "loop"
-    if one.is_stacked:
-        is_summed = name == "reduce_sum" and tuple(equation.params["axes"]) == (0,)
-        return one._replace(is_stacked=False, over=None) if is_summed else "loop"
     size, sizes = size_of(equation.outvars[0]), [size_of(v) for v in equation.invars]
     is_beside = all(fact.is_public or n == size for fact, n in zip(inputs, sizes, strict=True))
     is_exact = all(found.is_exact for found in sums)

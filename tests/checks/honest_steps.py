@@ -549,7 +549,6 @@ MORE = {
     "fixed_size": of_fixed_size,
     "with_unlabelled": with_unlabelled,
     "of_users": of_users,
-    "chunks": lambda: step_of(chunks),
     "ensemble": ensemble,
     "low_rank": low_rank,
     "augmented_by_the_engine": lambda: made(dropout_loss, augmentations=3),
@@ -596,7 +595,8 @@ def augmented(at):
 
 
 BY_PARTS = {
-    # Parts of a batch by hand: the engine makes microbatches.
+    # Parts of a batch by hand: the engine makes microbatches, or a scan adds them up.
+    "chunks": chunks,
     "slices": lambda at: at.noised(added(*(at.rows(slice(i, i + 2)).sum() for i in (0, 2, 4, 6)))),
     # A bound that is not reached.
     "noise_in_both_branches": lambda at: at.noise.chosen(
