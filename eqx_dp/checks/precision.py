@@ -147,9 +147,9 @@ def check_precision(
     argument, or that is kept in state; digits that arithmetic drops from floats (`jnp.round`,
     `jnp.sign`, a large number added and subtracted), from integers that overflow, or from the bits
     of the noise; a sum that comes back in another call; one that goes through a mutable reference;
-    what a compiler does with the program. Any floating-point draw that is added to a clipped sum counts as its noise: operations
-    after a dither of your own are not checked. Of a `while` loop one step is counted, of a `cond`
-    all branches.
+    what a compiler does with the program. Any floating-point draw that is added to a clipped sum
+    counts as its noise: operations after a dither of your own are not checked. Of a `while` loop
+    one step is counted, of a `cond` all branches.
 
     Args:
         fn: the step, jitted or not: any function that calls what `filter_clipped_grad` returned.

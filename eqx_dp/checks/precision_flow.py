@@ -18,21 +18,9 @@ from ..programs import (
     has_free_dimensions,
     named,
 )
+from . import widths
 from .flow import Context, Flow, dtype_of, size_of
-from .widths import (
-    CONTRACTIONS,
-    NOTHING,
-    Draw,
-    Facts,
-    Width,
-    is_float8,
-    known_width,
-    narrowest_inside,
-    narrowest_of,
-    shown_product,
-    width_of_result,
-    width_of_variable,
-)
+from .widths import CONTRACTIONS, Draw, Facts, Width, known_width, width_of_variable
 
 
 class Violation(NamedTuple):
@@ -117,7 +105,7 @@ class PrecisionFlow(Flow[Facts]):
         trained: the program's arguments that the engine trains.
     """
 
-    nothing = NOTHING
+    nothing = Facts()
 
     def __init__(self, policy: Policy, names: Sequence[str]):
         super().__init__()
@@ -141,7 +129,7 @@ class PrecisionFlow(Flow[Facts]):
         """If a value contains a clipped sum, no other fact is kept."""
         found = [one for one in facts if one.clipped] or list(facts)
         draws = frozenset[Draw]().union(*(one.draws for one in found))
-        narrowest = narrowest_of(one.narrowest for one in found)
+        narrowest = widths.narrowest_of(one.narrowest for one in found)
         arguments = frozenset[int]().union(*(one.arguments for one in facts))
         return Facts(any(one.clipped for one in found), draws, narrowest, arguments)
 
@@ -186,7 +174,7 @@ class PrecisionFlow(Flow[Facts]):
         if noise is not None:
             if context.is_final:
                 self._addition(case, noise)
-            return [NOTHING]
+            return [Facts()]
         return self._passed_on(case)
 
     def idle_rules(self) -> None:
@@ -225,7 +213,7 @@ class PrecisionFlow(Flow[Facts]):
             self._is_as_precise(case, shown)
             shown += "" if rule is None else f" in {rule.match}"
         flops = equation_flops(equation)
-        self._count(case.context, "contraction", shown, shown_product(operands), flops, "")
+        self._count(case.context, "contraction", shown, widths.shown_product(operands), flops, "")
 
     def _rule_at(self, scope: str) -> ModuleRule | None:
         """The rule of the innermost module that has one."""
@@ -259,21 +247,21 @@ class PrecisionFlow(Flow[Facts]):
             return  # there is no complex number of half precision
         declared = known_width((rule or self.policy).compute_dtype)
         matmul = None if rule is not None and rule.is_wide else self.policy.matmul
-        if matmul is not None and (has_free_dimensions(equation) or is_float8(operands)):
+        if matmul is not None and (has_free_dimensions(equation) or widths.is_float8(operands)):
             self._runs_narrow(case, operands, matmul, shown)
             return
         name = declared.name + ("" if rule is None else f" (in {rule.match})")
-        widths = [*operands, width_of_variable(equation.outvars[0])]
-        narrower = [width.name for width in widths if width and width.narrower(declared)]
+        formats = [*operands, width_of_variable(equation.outvars[0])]
+        narrower = [width.name for width in formats if width and width.narrower(declared)]
         as_declared = [operand.name == declared.name for operand in operands]
         if narrower:
             self._violation(shown, name, f"{narrower[0]}, narrower", line)
         elif not (any(as_declared) if shown == "backward" else all(as_declared)):
-            self._violation(shown, name, f"{shown_product(operands)}, wider", line)
+            self._violation(shown, name, f"{widths.shown_product(operands)}, wider", line)
 
     def _runs_narrow(self, case: _Case, operands: list[Width], matmul: Matmul, shown: str) -> None:
         """A product of matrices in the loss is the engine's, in the dtypes of `matmul`."""
-        line, found = self._where(case), shown_product(operands)
+        line, found = self._where(case), widths.shown_product(operands)
         names = {str(matmul.forward)} | ({str(matmul.backward)} if shown == "backward" else set())
         name = f"{' or '.join(sorted(names))}, scaling {matmul.scaling}"
         result, dtypes = width_of_variable(case.equation.outvars[0]), {x.name for x in operands}
@@ -293,13 +281,13 @@ class PrecisionFlow(Flow[Facts]):
         matmul, width = self.policy.matmul, width_of_variable(case.equation.outvars[0])
         is_scaled = matmul is not None and matmul.scaling != "none"
         is_ours = is_in_narrow_product(case.context.scope)
-        if matmul and is_scaled and width and is_float8([width]) and not is_ours:
+        if matmul and is_scaled and width and widths.is_float8([width]) and not is_ours:
             found = f"a cast to {width.name} with a scale that the engine did not choose, or none"
             self._violation("operand", f"scaling {matmul.scaling}", found, case.context.line)
 
     def _is_as_precise(self, case: _Case, shown: str) -> None:
         """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""
-        inside, declared = narrowest_inside(case.equation), self.policy.matmul_precision
+        inside, declared = widths.narrowest_inside(case.equation), self.policy.matmul_precision
         if inside is not None and inside.digits < _KEPT[declared]:
             name = f"matmul_precision {declared}"
             self._violation(shown, name, inside.name, self._where(case))
@@ -311,7 +299,7 @@ class PrecisionFlow(Flow[Facts]):
         before = width_of_variable(equation.invars[0]) if is_cast else None
         narrows = before is not None and not before.narrower(self._accumulate)
         for variable in equation.outvars:
-            width = width_of_result(equation, variable)
+            width = widths.width_of_result(equation, variable)
             if width is None:
                 continue
             if name in _SUMS and stage in ("sum", "microbatches"):
@@ -368,7 +356,7 @@ class PrecisionFlow(Flow[Facts]):
             found = [self.joined(found)] * len(equation.outvars)
         results: list[Facts] = []
         for variable, facts in zip(equation.outvars, found, strict=True):
-            width, dtype = width_of_result(equation, variable), dtype_of(variable)
+            width, dtype = widths.width_of_result(equation, variable), dtype_of(variable)
             if is_watched and facts.clipped:
                 if equation.primitive.name in _CASTS and width is None:
                     self._violation(shown, self._accumulate.name, str(dtype), context.line)

@@ -31,32 +31,26 @@ class Finding(NamedTuple):
 
 
 ADVICE = {
-    "release": "Add the plan's noise to what filter_clipped_grad returns before anything else "
-    "reads it: plan.privatizer comes first in the optimizer's chain; without optax, dp.add_noise. "
-    "Leave other values out of the results, also their mean. If you release one without noise on "
-    "purpose, name its path in disclose=; if it comes back in the next call and nobody sees it, in "
-    "kept=.",
-    "noise": "Add noise to what filter_clipped_grad returns, with a finite clip norm, before all "
-    "other arithmetic: plan.privatizer, or noisy, state = dp.add_noise(grads, state, stddev), "
-    "where stddev is the plan's noise multiplier times this sensitivity (for k sums with a noise "
-    "each, sqrt(k) times as much). The check knows no other noise, such as jax.random.normal.",
-    "fresh noise": "Begin each stream once, state = dp.noise_stream(), pass each state to one draw "
-    "alone, noisy, state = dp.add_noise(grads, state, stddev), and return the last one at the "
-    "place where it came in, and nowhere else. A loss that draws takes key=: give "
-    "filter_clipped_grad an argument with a counter of the state folded in "
-    "(jax.random.fold_in(key, step)), or split it once and return the other half at its place; use "
-    "it for nothing else.",
+    "release": "Noise comes first: plan.privatizer ahead in the optimizer's chain, or dp.add_noise "
+    "on what filter_clipped_grad returns. Leave other values out of the results, or name their "
+    "paths in disclose= (released without noise on purpose) or kept= (they come back, and nobody "
+    "sees them).",
+    "noise": "Give what filter_clipped_grad returns, before all other arithmetic, the noise of "
+    "plan.privatizer, or noisy, state = dp.add_noise(grads, state, stddev) with the plan's noise "
+    "multiplier times this sensitivity. The check knows no other noise (jax.random.normal).",
+    "fresh noise": "Begin a stream once, state = dp.noise_stream(), pass each state to one draw "
+    "alone, and return the last one at the place where it came in, and nowhere else. For a loss "
+    "that draws, fold a counter of the state into a key (jax.random.fold_in(key, step)), or split "
+    "it once and return the other half at its place; use it for nothing else.",
     "examples apart": "Give the engine the step's own batch arguments, or views of them row by "
-    "row, and the mask as it came, or OR-ed (mask | more; of several boolean vectors, call it "
-    "is_padding_example). Work and draw within the loss of one example, let the engine make "
-    "microbatches, use constants that are the same for all. Pass arrays with a row for each "
-    "example as arguments: named in private=, or in public_rows= if they are public.",
-    "padding": "Some slots of a sampled batch hold no example, and would count as one. Give the "
-    "sampler's mask, is_padding_example=mask, and name it in private=.",
-    "side door": "Whether a run stops, what a host function or a print sees, and how long a loop "
-    "runs tell of the data. Take it out, or give it public values alone; decide within the loss, "
-    "and use masks and jnp.where for shapes. A solver of diffrax, lineax or optimistix takes "
-    "throw=False; or set EQX_ON_ERROR=off in the environment.",
+    "row, and the mask as it came, or OR-ed (mask | more); call it is_padding_example. Work and "
+    "draw within the loss, let the engine make microbatches. Pass what has a row for each example "
+    "as an argument, named in private=, or in public_rows= if it is public.",
+    "padding": "Slots without an example would count as one: give the sampler's mask, "
+    "is_padding_example=mask, and name it in private=.",
+    "side door": "Take it out, or give it public values alone; decide within the loss, and use "
+    "masks and jnp.where for shapes. A solver of diffrax, lineax or optimistix takes throw=False; "
+    "or set EQX_ON_ERROR=off in the environment.",
     "sampling": "Take plan.sampler(num_examples).",
 }
 """What to do, by rule."""
@@ -147,9 +141,8 @@ class PrivacyReport(NamedTuple):
             yield from ("", [head, *map(_cells, self.releases)])
 
     def _headline(self) -> str:
-        violations, undecided = len(self.violations), len(self.undecided)
-        counts = [f"{violations} violation{'s' * (violations != 1)}"] if violations else []
-        counts += [f"{undecided} undecided"] if undecided else []
+        named = ("violations", self.violations), ("undecided", self.undecided)
+        counts = [f"{len(found)} {name}" for name, found in named if found]
         if self.plan is None:
             return f"{', '.join(counts) or 'no violation'}; no plan was given to check against"
         multiplier, planned = _shown(self.noise_multiplier), self.plan.noise_multiplier

@@ -5,7 +5,7 @@ All facts about dimensions follow from one table, `layout`. A primitive that is 
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from jax.extend.core import JaxprEqn
 
@@ -65,7 +65,10 @@ def _broadcast(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
 _ALONG = named("cumsum cumprod cummax cummin cumlogsumexp")
 _MIXED = {
     **dict.fromkeys(_ALONG, "axis"),
-    **{"rev": "dimensions", "concatenate": "dimension", "sort": "dimension", "split": "axis"},
+    "rev": "dimensions",
+    "concatenate": "dimension",
+    "sort": "dimension",
+    "split": "axis",
 }
 """By primitive, the parameter with the dimensions along which entries meet."""
 
@@ -82,10 +85,6 @@ def _dims(given: Any) -> tuple[int, ...]:
 def _cut(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     lengths = enumerate(zip(shapes[0], shape, strict=True))
     return [[d if n == m else None for d, (n, m) in lengths]]
-
-
-def _update(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    return [range(len(shape)), *_cut(params, [shape], shapes[1])]
 
 
 def _but(over: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
@@ -143,7 +142,6 @@ _RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
     "slice": _cut,
     "dynamic_slice": _cut,
-    "dynamic_update_slice": _update,
     "gather": _gather,
     "stack": _stack,
     "dot_general": _product,
@@ -184,7 +182,7 @@ def _place(fact: Fact, at: From) -> Place:
 def _reshaped(fact: Fact, before: _Shape, after: _Shape) -> tuple[Place, ...]:
     """Dimensions of equal length, with equally many entries before them, are the same.
 
-    Rows may be divided in two dimensions, and put together again.
+    Rows may be divided in two dimensions.
     """
     places = fact.places
     if fact.is_public and places == (EVEN,) * len(before):
@@ -196,17 +194,11 @@ def _reshaped(fact: Fact, before: _Shape, after: _Shape) -> tuple[Place, ...]:
     }
     known = {at: place for at, place in known.items() if at[1] > 1}
     for (start, n), place in [*known.items()]:
-        if not isinstance(place, Row):
-            continue
-        for m in {*after} if not place.part else ():
+        for m in {*after} if isinstance(place, Row) and not place.part else ():
             halves = (start, m), (start * m, n // max(1, m))
             if 1 < m < n and n % m == 0 and not known.keys() & {*halves}:
                 for i, half in enumerate(halves):
-                    known[half] = place._replace(part=(m, n // m, i))
-        if place.part[2:] == (0,):
-            other = known.get((start * n, place.part[1]))
-            if other == place._replace(part=(*place.part[:2], 1)):
-                known[start, n * place.part[1]] = place._replace(part=())
+                    known[half] = cast("Row", place)._replace(part=(m, n // m, i))
     return tuple(
         EVEN if fact.is_public and n == 1 else known.get((math.prod(after[:d]), n))
         for d, n in enumerate(after)

@@ -171,6 +171,3 @@ class Facts(NamedTuple):
 def narrowest_of(widths: Iterable[Width | None]) -> Width | None:
     """The narrowest of the known widths."""
     return min((width for width in widths if width is not None), default=None)
-
-
-NOTHING = Facts()

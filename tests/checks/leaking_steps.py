@@ -15,7 +15,6 @@ import optax
 import optax.contrib
 from dp_accounting import NeighboringRelation
 from jax import lax
-from jax.experimental import io_callback
 from jax.random import bernoulli, key_data, normal, split, uniform
 
 import eqx_dp as dp
@@ -30,7 +29,6 @@ from tests.checks.privacy_steps import (
     STDDEV,
     WIDTH,
     At,
-    Case,
     Noise,
     absolute_error,
     added,
@@ -45,11 +43,9 @@ from tests.checks.privacy_steps import (
     dropout_loss,
     each,
     epoch_by,
-    first_state,
     keeping,
     made,
     minus,
-    mlp,
     noise_alone,
     noised_by,
     over_devices,
@@ -99,8 +95,6 @@ def raw_step(at):
 
 BESIDE = {
     "mean_loss_returned": lambda at: at.values.loss.mean(),
-    "number_of_examples_returned": lambda at: jnp.sum(~at.mask),
-    "a_label_returned": lambda at: at.y[0],
     "sum_without_noise_returned": lambda at: at.grads,
     # A tiny noise on the mean loss, whose sensitivity nothing bounds.
     "dithered_loss": lambda at: at.noised(at.values.loss.mean(), 1e-3),
@@ -316,10 +310,6 @@ STEPS = {
     "selected_by_the_loss": lambda at: where(at.losses().mean() > 10, zero_sums(), at.noised()),
     "skipped_by_the_loss": lambda at: skipped(at, at.losses().mean() > 10),
     "loss_printed": lambda at: (jax.debug.print("{}", at.losses().mean()), at.noised())[1],
-    "loss_logged": lambda at: (
-        io_callback(lambda _: None, None, at.losses().mean(), ordered=True),
-        at.noised(),
-    )[1],
     "loss_checked": lambda at: eqx.error_if(at.noised(), at.losses().mean() > 1e9, "large"),
     "aux_returned": aux_returned,
     "batch_closed_over": batch_closed_over,
@@ -329,11 +319,6 @@ STEPS = {
         added(halves(at)[0].sum(), halves(at)[1].sum(model=negated(at.model)))
     ),
     "models_mapped": models_mapped,
-    # Two models are trained on one batch, each with the noise for one release.
-    "ensemble": lambda at: (
-        at.noised(),
-        at.noised(at.sum(model=negated(at.model))),
-    ),
     "one_loss_masked": lambda at: at.noised(
         added(at.sum(), at.use(mask=None).sum(absolute_error)), 2 * STDDEV
     ),
@@ -341,21 +326,12 @@ STEPS = {
     "turns_by_examples": lambda at: lax.fori_loop(
         0, jnp.sum(~at.mask), lambda _, n: scaled(0.9, n), at.noised()
     ),
-    # A loop of fixed length, in which a private loss masks the rest of the turns.
-    "masked_turns": lambda at: lax.fori_loop(
-        0, 4, lambda _, n: scaled(1.0 * (at.losses().mean() > 1), n), at.noised()
-    ),
-    "skipped_without_examples": lambda at: skipped(at, jnp.all(at.mask)),
 }
 
 
 # Optimizers that hold the noise.
 
 NOISE = PLAN.privatizer(clipped(), key=SECRET)
-
-
-def kinds(params):
-    return leafwise(lambda a: "matrix" if a.ndim > 1 else "vector", params)
 
 
 def is_matrix(params):
@@ -370,9 +346,6 @@ OPTIMIZERS = {
     ),
     "scaled_before_and_behind": optax.chain(optax.scale(10.0), NOISE, optax.scale(0.1)),
     "noise_on_matrices_alone": optax.chain(optax.masked(NOISE, is_matrix), OPTIMIZER),
-    "one_of_two_groups": optax.multi_transform(
-        {"matrix": optax.chain(NOISE, OPTIMIZER), "vector": optax.sgd(0.1)}, kinds
-    ),
     "behind_a_check_that_skips": optax.apply_if_finite(optax.chain(NOISE, OPTIMIZER), 3),
     "for_a_sum_that_is_not_divided": (optax.chain(NOISE, OPTIMIZER), clipped(normalize_by=1.0)),
     "multi_steps_before_the_noise": optax.MultiSteps(
@@ -382,23 +355,6 @@ OPTIMIZERS = {
 
 
 # Steps that fit no frame.
-
-
-def sum_of_the_step_before(at):
-    """The model is moved by the gradient of the step before, which had no noise."""
-    grads = at.sum()
-    return added(at.noised(grads), at.state.kept), {"kept": grads}
-
-
-class Training(eqx.Module):
-    """A step that has the inputs of its data set in a field."""
-
-    xs: jax.Array
-
-    def __call__(self, model, state, x, y, mask):
-        at, state = at_hand(model, state, x - self.xs.mean(0), y, mask)
-        noisy = at.noised()
-        return updated(model, state._replace(stream=at.noise.state), noisy)
 
 
 def batch_closed_over_beside_its_mask():
@@ -420,10 +376,6 @@ EACH = {
     "noise_of_another_plan": lambda: chained(
         plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
     )._replace(plan=PLAN),
-    "sum_of_the_step_before": lambda: carrying(sum_of_the_step_before, zero_sums()),
-    "closed_over_by_a_module": lambda: Case(
-        Training(XS), (mlp(), first_state(), *data()), {}, (2, 3, 4), PLAN, 0.0
-    ),
     # The loss is weighted by a statistic of as many labels as the data set has examples.
     "closed_over_by_the_loss": lambda: made(
         lambda model, x, y: LABELS.mean() * squared_error(model, x, y)
@@ -465,13 +417,6 @@ def on_one_platform(grads, noise):
     return found
 
 
-def exact_by_a_rule(grads, key):
-    """A function with a `custom_jvp` is given the noisy sum and the sum, and returns the latter."""
-    straight = jax.custom_jvp(lambda noisy, exact: exact)
-    straight.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
-    return leafwise(straight, with_noise(grads, key), grads)
-
-
 def with_zeros(grads, key):
     return leafwise(lambda leaf: leaf + 0.0, grads)
 
@@ -484,8 +429,6 @@ NOISED_BY = {
     "gradient_scaled_before_the_noise": lambda g, k: with_noise(scaled(10.0, g), k),
     "noise_in_proportion": lambda g, k: with_noise(g, k, STDDEV * norm(g)),
     "constant_key": lambda g, k: with_noise(g, Noise(STREAM)),
-    # One key for the sum and for zeros: the difference has no noise.
-    "noise_of_zeros_subtracted": lambda g, k: minus(with_noise(g, k.once()), noise_alone(g, k)),
     # The derivative of `sum + noise` in the sum's direction is the sum.
     "tangent": lambda g, k: jax.jvp(lambda g: with_noise(g, k.once()), (g,), (g,))[1],
     # Backwards through the noise goes what was handed in: the sum.
@@ -515,15 +458,12 @@ NOISED_BY = {
     "zeros_in_a_scope_named_noise": jax.named_scope("eqx_dp.noise")(with_zeros),
     # The rate is divided by the norm of the sum.
     "trust_ratio_of_the_raw_sum": lambda g, k: scaled(1 / (1e-3 + norm(g)), with_noise(g, k)),
-    # A hundredth of the sum is added once more: the noise is for it no more independent.
-    "raw_sum_a_little_behind_the_noise": lambda g, k: added(with_noise(g, k), scaled(0.01, g)),
     # A loop that does not run returns what it was given: the sum.
     "no_turns": lambda g, k: (
         lambda noisy: lax.fori_loop(0, 0, lambda _, g: noisy, jax.checkpoint(lambda g: g)(g))
     )(with_noise(g, k)),
     # The noisy sum times zero, plus the sum.
     "raw_sum_beside_zero_weight": lambda g, k: added(scaled(0.0, with_noise(g, k)), g),
-    "exact_by_a_rule": exact_by_a_rule,
     "normalized_before_the_noise": lambda g, k: with_noise(scaled(1 / norm(g), g), k),
     "of_another_relation": (with_noise, {"plan": plan_under(NeighboringRelation.REPLACE_ONE)}),
     "for_a_mean_on_a_sum": (with_noise, clipped(normalize_by=1.0)),
