@@ -185,15 +185,11 @@ def check_precision(
     violations = (*flow.violations, *_stored_otherwise(flow, results, outputs, returns))
     notes = {
         "the policy is unsafe: the privacy guarantee does not hold": declared.unsafe,
-        _NO_SUM: "sum" not in flow.stages,
-        _RETURNED: any(facts.clipped for facts in outputs),
+        "no clipped sum of the engine's is in the program": "sum" not in flow.stages,
+        "a clipped sum is returned without noise": any(facts.clipped for facts in outputs),
     }
     said = tuple(note for note, is_so in notes.items() if is_so)
     return PrecisionReport(declared, violations, flow.operations, said)
-
-
-_NO_SUM = "no clipped sum of the engine's is in the program; of sums, nothing was seen"
-_RETURNED = "a clipped sum, or a value computed from it, is returned without noise"
 
 
 def _stored_otherwise(
