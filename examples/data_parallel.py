@@ -183,7 +183,10 @@ def train_plainly_by_shard_map(rules: dp.ShardingRules) -> Run:
 
 
 def train_privately_by_shard_map(rules: dp.ShardingRules) -> Run:
-    """What the rules do: every device clips and sums its own, then one psum, then noise, once."""
+    """What the rules do: every device clips and sums its own, then one psum, then noise, once.
+
+    `check_privacy` certifies the step with rules, and calls this one undecided.
+    """
     key = jax.random.key(0)
     clipped = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, normalize_by=EXPECTED)
 

@@ -309,7 +309,9 @@ def test_the_step_of_digits_is_private(preset):
 def test_the_steps_of_data_parallel_are_private(name):
     tour = load("data_parallel")
     step, arguments = first_call(lambda: getattr(tour, name)(tour.rules_on(8)))
-    dp.check_privacy(step, *arguments, private=(2,), plan=tour.PLAN).raise_if_violated()
+    report = dp.check_privacy(step, *arguments, private=(2,), plan=tour.PLAN)
+    assert report.ok == (name == "train_privately")  # a shard_map by hand is undecided
+    assert not report.violations
 
 
 def text_step(adapters):
