@@ -61,9 +61,13 @@ def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
     Raises:
         ValueError: If the secret is negative, empty, or neither a number nor bytes.
     """
-    words = np.frombuffer(digest(secret, purpose, size=32), np.dtype("<u4")).astype(np.uint32)
+    words = _words(secret, purpose)
     with jax.ensure_compile_time_eval():  # one constant, also where it is called in a trace
         return jax.random.wrap_key_data(jnp.asarray(words), impl=GENERATOR)
+
+
+def _words(secret: Secret, purpose: Iterable[str | bytes]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(digest(secret, purpose, size=32), np.dtype("<u4")).astype(np.uint32)
 
 
 def fold_text(key: PRNGKeyArray, text: str | bytes) -> PRNGKeyArray:
@@ -181,18 +185,16 @@ def outside_of_programs(key: PRNGKeyArray | None) -> PRNGKeyArray:
     So no program holds it, nor a printed form of the program, nor JAX's cache of programs on disk.
     (But a program for several hosts holds a key that was given.)
     """
-
-    def own() -> PRNGKeyArray:
-        return key_from_secret(fresh_secret(), "noise") if key is None else key
-
     hosts, is_traced = jax.process_count(), isinstance(jnp.zeros(()), Tracer)
     if not is_traced or isinstance(key, Tracer) or (key is not None and hosts > 1):
-        return own()
+        return key_from_secret(fresh_secret(), "noise") if key is None else key
+    with jax.ensure_compile_time_eval():
+        given = None if key is None else np.asarray(jax.random.key_data(key))
 
-    def words() -> np.ndarray[Any, Any]:
+    def words() -> np.ndarray[Any, Any]:  # without JAX, for which a callback may wait for ever
         if hosts > 1:
             raise ValueError("on several hosts begin noise outside of jit, or give a key")
-        return np.asarray(jax.random.key_data(own()))
+        return _words(fresh_secret(), ("noise",)) if given is None else given
 
     drawn = io_callback(words, jax.ShapeDtypeStruct((8,), jnp.uint32))
     return jax.random.wrap_key_data(drawn, impl=GENERATOR)

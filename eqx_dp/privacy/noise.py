@@ -95,6 +95,8 @@ def gaussian_privatizer(
     | one privatizer serves several groups of a tree's leaves | every leaf has its own noise |
     | the result is narrower than float32 (unsafe) | the noisy sum, made in float32, is rounded |
     | a tree has more than 2^20 leaves | refused |
+    | a `shard_map` splits a leaf, and not the state | refused: all parts would get one noise |
+    | the same with `check_vma=False`, or in a `pmap` | unseen; `check_privacy` is undecided |
     | more than 2^64 updates follow one `init` | noise repeats; a plan has fewer steps |
     | one state is given to two updates | both have the same noise; `check_privacy` reports it |
 
@@ -179,6 +181,7 @@ def add_noise(
     | `stddev` is 0 | the tree and the state are returned unchanged |
     | leaf is None | stays None |
     | leaf is narrower than float32, holds integers, booleans or complex numbers | refused |
+    | a `shard_map` or `pmap` splits a leaf | as for `gaussian_privatizer`: add noise outside |
 
     Args:
         tree: the sum that will be released.

@@ -92,6 +92,7 @@ def noise_key(
     |---|---|
     | `init` under `vmap`, and the key is not mapped | refused: all models would share it |
     | a gradient is mapped, and the key is not | refused: all rows would share their noise |
+    | a `shard_map` splits a gradient, and not the key | refused, unless JAX checks no types there |
     | nothing is mapped | one noise, of which `vmap` makes copies |
 
     Args:
@@ -111,6 +112,18 @@ def _mapped(axis: Any, values: Any, dims: Any, *, purpose: Purpose) -> tuple[Any
     return _noise_key.bind(*values, purpose=purpose), dims[0]
 
 
-_noise_key.def_abstract_eval(lambda key, *_gradients, purpose: key)
+def _type(key: Any, *gradients: Any, purpose: Purpose) -> Any:
+    del purpose
+    axes = {axis for x in gradients for axis in x.manual_axis_type.varying}
+    if axes := axes - key.manual_axis_type.varying:
+        named = ", ".join(sorted(map(str, axes)))
+        raise ValueError(
+            f"noise is in a shard_map that splits a gradient over {named}: all parts "
+            "would get the same noise. Add noise outside of the shard_map."
+        )
+    return key
+
+
+_noise_key.def_abstract_eval(_type)
 batching.fancy_primitive_batchers[_noise_key] = _mapped
 mlir.register_lowering(_noise_key, lambda _context, key, *_gradients, purpose: [key])

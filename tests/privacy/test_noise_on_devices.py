@@ -58,6 +58,9 @@ def test_in_a_shard_map():
     inside = jax.jit(jax.shard_map(noisy, check_vma=False, **places))
     given = jnp.zeros(5), dp.noise_stream(1)
     np.testing.assert_array_equal(inside(*given), noisy(*given))
+    places |= {"in_specs": (P("data"), P()), "out_specs": P("data")}
+    with pytest.raises(ValueError, match="splits a gradient over data: all parts would get the"):
+        jax.shard_map(noisy, **places)(jnp.zeros(8), given[1])
 
 
 @pytest.mark.optimized
