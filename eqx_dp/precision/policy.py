@@ -48,7 +48,7 @@ class Policy(jmp.Policy):
     | compute | what parameters and float inputs are cast to when they enter the loss |
     | output | the loss |
     | accumulate | norms, clip factors, every sum over examples, and the gradient returned |
-    | noise | the draw of the noise, and its addition |
+    | noise | the noisy gradient; integers draw the noise and add it |
     | optimizer | how the optimizer's state is stored between steps |
 
     A policy is a value: it is hashable, and equal to every policy with the same content. (`name`
