@@ -206,9 +206,9 @@ class PrivacyPlan(AccountedPlan):
 
         Raises:
             ValueError: If `grad_fn` is no such function, or was made with another policy or other
-                sharding rules; if the sensitivity is not finite, or differs from the one that the
-                norm bound implies under the plan's neighboring relation; and as for
-                `gaussian_privatizer`.
+                sharding rules; if the sensitivity is 0 (but with a noise multiplier of 0), is not
+                finite, or differs from the one that the norm bound implies under the plan's
+                neighboring relation; and as for `gaussian_privatizer`.
         """
         if not isinstance(cast(object, grad_fn), HasSensitivity):
             raise ValueError(
@@ -227,6 +227,11 @@ class PrivacyPlan(AccountedPlan):
             correlation=self.noise,
         )
         if stddev == 0:
+            if self.noise_multiplier:
+                raise ValueError(
+                    "l2_clip_norm must be greater than 0 to train; found a grad_fn whose "
+                    "sensitivity is 0, so that all gradients and all noise are 0."
+                )
             return privatizer
         growth = 1.0 if self.noise is None else self.noise.error_growth(self.steps)
         return within_charge(privatizer, self.steps, self.delta, growth)

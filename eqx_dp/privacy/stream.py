@@ -91,9 +91,9 @@ def checked_stream(state: object) -> NoiseStream:
     """Returns the state of a stream; a ValueError for anything else, such as a key."""
     if not isinstance(state, NoiseStream):
         raise ValueError(
-            f"state must be a stream of noise, as dp.noise_stream() returns it; found a "
-            f"{type(state).__name__}. Noise takes no key: state = dp.noise_stream() once, and then "
-            "noisy, state = dp.add_noise(tree, state, stddev) in each step."
+            "state must be a stream of noise, as dp.noise_stream() returns it; found a value of "
+            f"type {type(state).__name__}. Noise takes no key: state = dp.noise_stream() once, and "
+            "then noisy, state = dp.add_noise(tree, state, stddev) in each step."
         )
     return state
 

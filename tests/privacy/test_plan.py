@@ -281,6 +281,12 @@ def test_privatizer_has_the_plans_noise(relation, bound):
     assert float(jnp.std(noise)) == pytest.approx(stddev, rel=0.02)
 
 
+def test_a_clip_norm_of_0_is_refused_where_it_would_train_nothing():
+    with pytest.raises(ValueError, match="l2_clip_norm must be greater than 0"):
+        PLAN.privatizer(FakeGradFn(0.0))
+    dataclasses.replace(PLAN, noise_multiplier=0.0).privatizer(FakeGradFn(0.0))
+
+
 # Sample and noise are those of one run.
 
 
