@@ -8,8 +8,9 @@
    six formats: 8 bits with and without wide ends, storage in bfloat16 with both roundings.
 6. `layers.png`: signal-to-noise of the clipped sum, against float64, if one layer is narrow.
 
-The third adds to the presets a policy that sums and draws in bfloat16, which has to call itself
-unsafe. Whatever its accuracy, its epsilon is not one: the proof is about Gaussian noise.
+The third adds to the presets a policy of bfloat16 sums and noise, which has to call itself unsafe.
+Whatever its accuracy, its epsilon is not one: one example can move such sums by more than the clip
+norm.
 
     python examples/mixed_precision.py --only noise --only accuracy --out out
 

@@ -67,8 +67,8 @@ class Policy(jmp.Policy):
         matmul_precision: `"default"`, `"tensorfloat32"` or `"highest"`, as in
             `jax.default_matmul_precision`; `"default"` does not change JAX's setting.
         unsafe: Allows an accumulate or noise dtype narrower than float32, and an accumulate dtype
-            narrower than the compute dtype. Gradients can then exceed the clip norm, and the noise
-            is not Gaussian: the privacy guarantee does not hold. `repr` and `str` show the flag.
+            narrower than the compute dtype. Sums can then move by more than the clip norm: the
+            privacy guarantee does not hold. `repr` and `str` show the flag.
         optimizer_dtype: By default the accumulate dtype.
         rounding: How an updated parameter is rounded to the param dtype: `"nearest"`, or
             `"stochastic"` (see `apply_updates`). Both are post-processing and cost no privacy.
