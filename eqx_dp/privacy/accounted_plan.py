@@ -117,7 +117,7 @@ class AccountedPlan:
         """
         budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
         if (epochs is None) == (steps is None):
-            raise ValueError(f"steps must be given, or epochs in place of them; found {steps=} and {epochs=}.")
+            raise ValueError(f"steps must be given, or epochs; found {steps=} and {epochs=}.")
         if epochs is not None:
             passes = real_number("epochs", epochs, lambda real: real > 0, "greater than 0")
             kind = _kind(sampling_prob, sampling)

@@ -60,7 +60,7 @@ def test_epochs_are_steps():
         known = {"epsilon": 3.0, "delta": 1e-5, "sampling": kind}
         assert PrivacyPlan.calibrate(epochs=1, **known).steps == steps
         for both in ({}, {"epochs": 1, "steps": 1}):
-            with pytest.raises(ValueError, match="one of steps and epochs"):
+            with pytest.raises(ValueError, match="steps must be given, or epochs"):
                 PrivacyPlan.calibrate(**known, **both)
 
 
