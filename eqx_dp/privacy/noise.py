@@ -57,8 +57,10 @@ def gaussian_privatizer(
     entries. The noisy sum is rounded to a multiple of a public power of two (`g`, from 2^-6 to
     2^-5 of `stddev`), and then to the wider of the policy's noise dtype and the gradient's, which
     is the result's. (Without a policy the accumulate dtype is float32, and the noise dtype the
-    wider of float32 and the gradient's.) Each leaf is one kernel, and small leaves together are
-    one, where no array of noise is held; on one CPU they are two kernels, and 16 bits an entry are.
+    wider of float32 and the gradient's.)
+
+    On GPUs, TPUs and meshes each leaf is one kernel, small leaves together are one, and no array of
+    noise is held. One CPU holds a copy of the sum and 16 bits an entry while it draws.
 
     The state is a stream of noise (see `noise_stream`): a key, and how many updates were made. The
     noise of an entry is a pure function of these, the leaf's number in the tree, and the entry's
