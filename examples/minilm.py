@@ -155,7 +155,7 @@ def pretrained(dtype: Any = jnp.float32) -> Encoder:
 
 def tokens_of(sentences: list[str], length: int) -> Int[np.ndarray, "n length"]:
     """The tokens of each sentence; longer ones are cut, shorter ones are padded."""
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]  # the extra `text`
 
     with _package() as files:
         tokenizer: Any = Tokenizer.from_str(files.read("tokenizer.json").decode())

@@ -152,11 +152,16 @@ class Step(Generic[Model]):
                 program: give a model that was trained before as `model`.
 
         Raises:
-            ValueError: neither is given, or both; `init_model` cannot be compiled; the model is
-                paired with another policy than the step's; a sharding rule does not fit the model;
-                nothing in the model is trained; the optimizer keeps state narrower than the
-                policy's optimizer dtype.
+            ValueError: it is called under `jit` or `vmap`; neither is given, or both; `init_model`
+                cannot be compiled; the model is paired with another policy than the step's; a
+                sharding rule does not fit the model; nothing in the model is trained; the optimizer
+                keeps state narrower than the policy's optimizer dtype.
         """
+        if any(isinstance(x, Tracer) for x in (jnp.zeros(()), *jax.tree.leaves(model))):
+            raise ValueError(
+                "init draws secrets, which no compiled program may hold; found a call under jit or "
+                "vmap. Call it outside, once for each model, and compile the step instead."
+            )
         first = FirstModel(model, init_model)
         del model  # so that an array is freed as soon as its copy exists, if nobody else holds it
         with self._mesh():

@@ -243,6 +243,8 @@ def test_a_step_is_lowered_for_a_tpu_and_an_ensemble_has_a_key_for_each_model():
     jax.jit(take).trace(step.init(model)).lower(lowering_platforms=("tpu",))
     with pytest.raises(ValueError, match="init is under vmap: 3 models would get one key"):
         jax.vmap(lambda rate: (rate, step.init(model)))(jnp.ones(3))
+    with pytest.raises(ValueError, match="init draws secrets, which no compiled program may hold"):
+        eqx.filter_jit(step.init)(model)
     states = jax.tree.map(lambda *x: jnp.stack(x), *(step.init(model) for _ in range(3)))
     weights = np.asarray(jax.vmap(take)(states).model.weight)
     assert len({weight.tobytes() for weight in weights}) == 3
