@@ -37,11 +37,8 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
-import jax
-
 from ..device import device_memory, is_cpu
 from ..privacy import SampleSize
-from . import lookup
 from .arguments import Configuration
 from .blocks import BLOCK
 from .uses import Member, ParamUse, Uses, overlaps
@@ -120,13 +117,13 @@ def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) 
     sets = overlaps(uses)
     if sets is None:
         return formed._replace(reason=f"{len(uses)} uses: of parts that may overlap")
-    steps = sum(use.steps for use in uses)
-    count = "one step" if steps == 1 else f"{steps} steps"
-    held = sum(_bytes((use.result, use.residuals)) for use in uses)
+    terms = sum(use.terms for use in uses)
+    count = "one step" if terms == 1 else f"{terms} steps"
+    held = sum(use.bytes for use in uses)
     inner = sum(_inner_products(uses, members) for members in sets)
     forming = sum(_outer_products(use) for use in uses)
     factored = LeafCost(kinds, "factored", inner or 2 * held // 4, forming, held, "")
-    if all(use.kind is lookup for use in uses):
+    if all(use.kind.is_one_hot for use in uses):
         return factored._replace(reason="only the rows that were looked up count")
     if inner == 0:
         return factored._replace(reason=f"{count}: |x| |g| is the norm")
@@ -139,7 +136,7 @@ def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) 
         reason = f"{count}: their inner products are cheaper than {entries:,} entries"
         return factored._replace(reason=reason)
     is_small = uses[0].is_held and not is_spread and formed.bytes <= held
-    if method == "ghost" and len(uses) == 1 and uses[0].is_seen and not is_small:
+    if method == "ghost" and len(uses) == 1 and not uses[0].is_repeated and not is_small:
         norm_flops = min(inner, forming + 2 * entries)
         reason = f"{count}: measured where it is used, on the way back"
         return factored._replace(norm_flops=norm_flops, reason=reason)
@@ -151,28 +148,21 @@ def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) 
 
 def _outer_products(use: ParamUse) -> int:
     """Floating-point operations for adding up all outer products."""
-    groups, features_in, features_out = use.matrices
-    return 2 * groups * use.steps * (1 if use.kind is lookup else features_in) * features_out
+    groups, _, _ = use.matrices
+    of_data, of_cotangent = use.lengths
+    return 2 * groups * use.terms * max(1, of_data) * of_cotangent
 
 
 def _inner_products(uses: tuple[ParamUse, ...], members: tuple[Member, ...]) -> int:
-    """Floating-point operations for the inner products of all steps of uses that overlap."""
-    its = [uses[member.use] for member in members]
-    steps = sum(use.steps for use in its)
-    if steps == 1 and all(use.kind is not lookup for use in its):
+    """Floating-point operations for the inner products of all terms of uses that overlap."""
+    together = [uses[member.use] for member in members]
+    terms = sum(use.terms for use in together)
+    if terms == 1 and not together[0].kind.is_one_hot:
         return 0
-    groups, features_in, features_out = its[0].matrices
+    groups, _, _ = together[0].matrices
     # Rows of a lookup are compared, or picked from the other side, which costs almost nothing.
-    rows = 0 if any(use.kind is lookup for use in its) else features_in
-    return 2 * groups * steps**2 * (rows + features_out) // 2
-
-
-def _bytes(shapes: object) -> int:
-    return sum(
-        math.prod(s.shape) * s.dtype.itemsize
-        for s in jax.tree.leaves(shapes)
-        if isinstance(s, jax.ShapeDtypeStruct)
-    )
+    of_data = 0 if any(use.kind.is_one_hot for use in together) else together[0].lengths[0]
+    return 2 * groups * terms**2 * (of_data + together[0].lengths[1]) // 2
 
 
 # What a microbatch holds on a CPU beyond so many bytes is written to memory and read again: so many

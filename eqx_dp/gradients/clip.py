@@ -16,7 +16,7 @@ from ..shown import shapes
 from ..trees import PyTree
 from .blocks import in_blocks
 from .clipping import AutoS, Clipping, Quantile
-from .leaves import Known, LeafGradient, norm_and_bound
+from .leaves import LeafGradient, Measure, norm_and_bound
 from .norms import product_roundoff, unit_roundoff
 from .program import Program
 from .uses import Uses
@@ -212,7 +212,7 @@ def _round_down(value: float, dtype: np.dtype[Any]) -> float:
 
 def clip(
     traced: TracedLoss,
-    known: list[Known],
+    measures: list[Measure],
     loss: Float[Array, " batch"],
     scales: Float[Array, " batch"] | None,
     is_padding_example: Bool[Array, " batch"],
@@ -225,7 +225,7 @@ def clip(
     """
     clipping, dtype = traced.clipping, traced.accumulate_dtype
     tiny = jnp.finfo(dtype).tiny
-    of_groups, of_sums = ([of[i] for of in known] for i in range(2))
+    of_groups, of_sums = ([of[i] for of in measures] for i in range(2))
     if scales is not None:
         of_groups = [norm / scales for norm in of_groups]
         of_sums = [jnp.where(b > 0, jnp.maximum(b / scales, tiny), b) for b in of_sums]
@@ -279,8 +279,8 @@ def clip_and_sum(
     groups, count = traced.groups, len(traced.clipping.clip_norms)
     members = [[x for x, its in zip(leaves, groups, strict=True) if its == i] for i in range(count)]
     with stage("norm"):
-        known = [norm_and_bound(its, batch, dtype) for its in members]
-        clipped = clip(traced, known, loss, scales, is_padding_example)
+        measures = [norm_and_bound(group, batch, dtype) for group in members]
+        clipped = clip(traced, measures, loss, scales, is_padding_example)
     factors = [clipped.factors[group] for group in groups]
     with stage("sum"):
         totals = [leaf.sum(of, of > 0) for leaf, of in zip(leaves, factors, strict=True)]

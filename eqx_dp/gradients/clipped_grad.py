@@ -261,7 +261,7 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
         flops = 3.0 * matmul_flops(jaxpr)
         choice = choose(ways, sizes, flops, activations, of_device, configuration)
         uses, costs = by_method[choice.method]
-        added = num_examples, sum(sizes), sum(use.steps for use in uses.at.values())
+        added = num_examples, sum(sizes), sum(use.terms for use in uses.at.values())
         bound, divisor = clipping.l2_norm_bound, configuration.normalize_by
         check_sum_range(bound, divisor, accumulate_dtype, *added)
         loss_scale = 1.0 if policy is None else policy.loss_scale.value

@@ -5,7 +5,7 @@ Private Learners", 2022) has its norm from inner products between time steps, an
 contraction over examples and time; no example's gradient is ever formed. Leaves whose uses are
 equal have one program, which is traced once.
 
-In ghost clipping (`Seen`), cotangents become norms, then sums, within the backward pass.
+In ghost clipping (`MeasuredUse`), cotangents become norms, then sums, within the backward pass.
 """
 
 import functools
@@ -21,8 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..isolation import of_one
 from ..precision import stage
-from ..sharding import evaluated_whole
-from . import lookup
+from ..sharding import evaluated_whole, whole
 from .blocks import in_blocks
 from .gram import (
     OneHot,
@@ -33,8 +32,8 @@ from .gram import (
     sum_of_products,
     to_common_scale,
 )
-from .leaves import Known, LeafGradient, combined, computed_once, norm_and_bound
-from .norms import PRECISION, halves, norm_error, norms, unit_roundoff, without_subnormal
+from .leaves import LeafGradient, Measure, combined, computed_once, norm_and_bound
+from .norms import halves, norm_error, norms, unit_roundoff, without_subnormal
 from .uses import Member, ParamUse, Scattering, overlaps
 
 Pair: TypeAlias = tuple[Any, Array]
@@ -73,16 +72,15 @@ def leaf_gradient(
     if scattering is not None:
         return _sliced(form, pairs[0], scattering)
     norm, bound, held = measured(form, list(pairs))
-    return LeafGradient(known=(norm, bound), weighted=functools.partial(summed, form, held))
+    return LeafGradient(None, (norm, bound), functools.partial(summed, form, held))
 
 
 def _formed(form: LeafForm, pair: Pair) -> Float[Array, "batch *shape"]:
     """Each example's gradient, from outer products."""
     (use,) = form.uses
 
-    def of_one(residuals: Any, cotangent: Array) -> Array:
-        x, g = use.factors(residuals, cotangent, form.dtype)
-        return use.to_parameter(jnp.einsum("gtk,gtp->gkp", x, g, precision=PRECISION))
+    def of_one(residual: Any, cotangent: Array) -> Array:
+        return use.to_parameter(use.outer_products(residual, cotangent, form.dtype))
 
     return jax.vmap(of_one)(*pair)
 
@@ -90,10 +88,10 @@ def _formed(form: LeafForm, pair: Pair) -> Float[Array, "batch *shape"]:
 @functools.partial(jax.jit, static_argnums=0)
 def measured(form: LeafForm, pairs: list[Pair]) -> tuple[Array, Array, Any]:
     """Norm, bound, and the parts of the weighted sum, see `_factored`."""
-    pairs = [(residuals, cotangent.astype(form.dtype)) for residuals, cotangent in pairs]
+    pairs = [(residual, cotangent.astype(form.dtype)) for residual, cotangent in pairs]
     parts = [_factored(form, members, pairs) for members in _sets(form)]
-    known, batch = [its[:2] for its in parts], len(jax.tree.leaves(pairs)[0])
-    return *combined(known, batch, form.dtype), [held for _, _, held in parts]
+    measures, batch = [part[:2] for part in parts], len(jax.tree.leaves(pairs)[0])
+    return *combined(measures, batch, form.dtype), [held for _, _, held in parts]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -132,15 +130,15 @@ def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
 
         return jax.lax.map(at, jnp.arange(steps))
 
-    def known(leaf: LeafGradient) -> Float[Array, "batch 2"]:
+    def measure(leaf: LeafGradient) -> Float[Array, "batch 2"]:
         return jnp.stack(norm_and_bound([leaf], len(pair[1]), form.dtype), axis=-1)
 
     def weighted(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
         total = over_slices(lambda leaf: scattering(leaf.sum(factors, contributes)))
         return scattering.stacked(total)
 
-    known_of_slices = jnp.moveaxis(over_slices(known), 0, 1)
-    return LeafGradient(known=of_slices(known_of_slices), weighted=weighted)
+    of_each = jnp.moveaxis(over_slices(measure), 0, 1)
+    return LeafGradient(None, of_slices(of_each), weighted)
 
 
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
@@ -181,13 +179,13 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
 
 
 def sides(
-    use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any]
+    use: ParamUse, residual: Any, cotangent: Array, dtype: np.dtype[Any]
 ) -> tuple[Any, Float[Array, "batch group time features_out"]]:
     """All examples' outer products."""
-    x, g = jax.vmap(lambda r, g: use.factors(r, g, dtype))(residuals, cotangent)
-    if use.kind is not lookup:
+    x, g = jax.vmap(lambda r, g: use.factors(r, g, dtype))(residual, cotangent)
+    if not use.kind.is_one_hot:
         return x, g
-    rows, (num_rows, *_) = x[..., 0], use.operation.operands[0]
+    rows, (_, num_rows, _) = x[..., 0], use.matrices
     return OneHot(rows), jnp.where((rows < num_rows)[..., None], g, 0)
 
 
@@ -201,18 +199,63 @@ def weighted(
     """The weighted sum of all examples' outer products."""
     if not isinstance(x, OneHot):
         return sum_of_products(x, g, weights, contributes)
-    groups, features = g.shape[1], g.shape[-1]
+    groups, num_rows, features = use.matrices
     g = jnp.where(contributes[:, None, None, None], g * weights[..., None, None], 0)
-    scatter = functools.partial(lookup.scatter, use.operation.operands[0][0])
-    if groups == 1:
-        return scatter(x.rows.reshape(-1), g.reshape(-1, features))[None]
-    return jax.vmap(scatter)(
-        jnp.moveaxis(x.rows, 1, 0).reshape(groups, -1),
-        jnp.moveaxis(g, 1, 0).reshape(groups, -1, features),
-    )
+    # One table of all groups. What a group has beyond its last row is zero, wherever it is added.
+    rows = x.rows + num_rows * jnp.arange(groups)[:, None]
+    table = jnp.zeros((groups * num_rows, features), g.dtype)
+    table = table.at[rows.reshape(-1)].add(g.reshape(-1, features), mode="drop")
+    return table.reshape(groups, num_rows, features)
 
 
-class Seen(NamedTuple):
+class FormedUse(NamedTuple):
+    """A use of a formed leaf whose kind has a rule of its own for the gradient.
+
+    Attributes:
+        use: the use.
+        saves_memory: whether what the rule makes of the data goes as soon as it is used. Otherwise
+            the compiler may hold that of several uses at once, which is a little faster.
+    """
+
+    use: ParamUse
+    saves_memory: bool
+
+    def tap(self) -> tuple[()]:
+        """Nothing: the parameter is differentiated itself."""
+        return ()
+
+    def evaluated(
+        self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any
+    ) -> tuple[Array, Any]:
+        """The result of a use, which hands the parameter its gradient on the way back."""
+        del tap
+        operand, inputs = self.use.kind.operand, list(map(whole, inputs))
+        parameter = inputs[operand]
+        inputs[operand] = jax.lax.stop_gradient(parameter)
+        (result,) = evaluated_whole(equation, inputs)
+        return _answering(self, result, parameter, self.use.residual(inputs))
+
+    def request(self) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+    def answer(self, residual: Any, cotangent: Array, request: Any) -> Array:
+        """The gradient with respect to the operand, in the dtype of operand and data."""
+        del request
+        dtype, inner = self.use.data.dtype, self.use.inside()
+
+        def of_example(pair: tuple[Any, Array]) -> Array:
+            return inner.outer_products(*pair, dtype)
+
+        def of_batch(*pair: Any) -> tuple[Array, Any]:
+            return computed_once(jax.vmap(of_example), pair, pair[1]), ()
+
+        pair = residual, cotangent
+        gradient = of_one(of_batch)(*pair)[0] if self.saves_memory else of_example(pair)
+        return inner.to_parameter(gradient)
+
+
+class MeasuredUse(NamedTuple):
     """A use of `ghost` that keeps nothing: the only use of its leaf.
 
     Attributes:
@@ -229,29 +272,39 @@ class Seen(NamedTuple):
     def form(self) -> LeafForm:
         """How the operand's gradient is found, in one iteration of the enclosing scans."""
         inner = self.use.inside()
-        steps, (_, features_in, features_out) = inner.steps, inner.matrices
-        # A leaf that is not formed takes copies of both sides, and two steps x steps matrices.
-        fewer = features_in * features_out < steps * (features_in + features_out + 2 * steps)
-        return LeafForm(inner.shape, (inner,), self.dtype, fewer and inner.kind is not lookup)
+        terms, (_, features_in, features_out) = inner.terms, inner.matrices
+        # A leaf that is not formed takes copies of both sides, and two terms x terms matrices.
+        fewer = features_in * features_out < terms * (features_in + features_out + 2 * terms)
+        is_formed = fewer and not inner.kind.is_one_hot
+        return LeafForm(inner.shape, (inner,), self.dtype, is_formed)
 
     def tap(self) -> "Taps":
-        """Zeros of the shapes of what is asked for."""
+        """Zeros of the shapes of what is wanted."""
         part = self.form.shape if self.scattering is None else self.scattering.part
         shapes = (2,), part
         return Taps(*(jnp.zeros((*self.use.slices, *shape), self.dtype) for shape in shapes))
 
     def evaluated(
         self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: "Taps"
-    ) -> tuple[Array, Float[Array, "2"]]:
-        """The result of a use, and a zero whose cotangent holds the example's factor and limit.
+    ) -> tuple[Array, Any]:
+        """The result of a use, and the request for its weighted sum.
 
-        The limit is the bound that the clip factor was found from. On the way back, the cotangent
-        of the result becomes those of the tap.
+        On the way back, the cotangent of the result becomes those of the tap.
         """
         (result,) = evaluated_whole(equation, inputs)
-        found: tuple[Array, Array] = _answering(self, result, tap, self.use.kept(inputs))
-        result, asked = found
-        return self.use.received(result), asked
+        result, request = _answering(self, result, tap, self.use.residual(inputs))
+        return self.use.received(result), request
+
+    def request(self) -> Float[Array, "2"]:
+        """A zero, whose cotangent holds an example's factor and the limit of its bound.
+
+        The limit is the bound that the clip factor was found from.
+        """
+        return jnp.zeros(2, self.dtype)
+
+    def answer(self, residual: Any, cotangent: Array, request: Array) -> "Taps":
+        """Norm and bound of one example, and the weighted sum of all examples."""
+        return Taps(*_answers(self)(residual, cotangent, request))
 
     def of_leaf(self, total: Float[Array, "..."]) -> Array:
         """The leaf's sum."""
@@ -261,66 +314,73 @@ class Seen(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """Zeros at a use, whose cotangents are what is asked for.
+    """Zeros at a use, whose cotangents are what is wanted.
 
     Attributes:
-        known: its cotangent is the norm and bound of one example.
+        measure: its cotangent is the norm and bound of one example.
         total: its cotangent is the weighted sum of all examples.
     """
 
-    known: Float[Array, "*slices 2"]
+    measure: Float[Array, "*slices 2"]
     total: Float[Array, "..."]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _answering(seen: Seen, result: Array, taps: Taps, residuals: Any) -> tuple[Array, Array]:
-    del taps, residuals
-    return result, jnp.zeros(2, seen.dtype)
+def _answering(
+    at: FormedUse | MeasuredUse, result: Array, wanted: Any, residual: Any
+) -> tuple[Array, Any]:
+    """The result of a use and its request; the cotangent of `wanted` is the answer."""
+    del wanted, residual
+    return result, at.request()
 
 
-def _answering_forward(seen: Seen, result: Array, taps: Taps, residuals: Any) -> tuple[Any, Any]:
+def _answering_forward(
+    at: FormedUse | MeasuredUse, result: Array, wanted: Any, residual: Any
+) -> tuple[Any, Any]:
     # Do not call `_answering` here: the call would stay in the program, which could then not be
     # differentiated.
-    del taps
-    return (result, jnp.zeros(2, seen.dtype)), residuals
+    del wanted
+    return (result, at.request()), residual
 
 
-def _answering_back(seen: Seen, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    cotangent, asked = cotangents
-    return cotangent, Taps(*_answers(seen)(residuals, cotangent, asked)), None
+def _answering_back(
+    at: FormedUse | MeasuredUse, residual: Any, cotangents: tuple[Array, Any]
+) -> tuple[Any, ...]:
+    cotangent, request = cotangents
+    return cotangent, at.answer(residual, cotangent, request), None
 
 
 _answering.defvjp(_answering_forward, _answering_back)
 
 
 @functools.lru_cache(maxsize=1024)
-def _answers(seen: Seen) -> Callable[..., tuple[Array, Array]]:
+def _answers(at: MeasuredUse) -> Callable[..., tuple[Array, Array]]:
     """Norm and bound of one example, and the weighted sum of all examples.
 
     Guarantee: what one example adds is at most its factor times its limit, however the pass rounded
     that found these: the same arrays are measured and added here, and scaled down to the limit.
     """
 
-    def measured_leaf(residuals: Any, cotangent: Array) -> tuple[LeafGradient, Known]:
+    def measured_leaf(residual: Any, cotangent: Array) -> tuple[LeafGradient, Measure]:
         with stage("norm"):
-            leaf = leaf_gradient(seen.form, [(residuals, cotangent)])
-            return leaf, norm_and_bound([leaf], len(cotangent), seen.dtype)
+            leaf = leaf_gradient(at.form, [(residual, cotangent)])
+            return leaf, norm_and_bound([leaf], len(cotangent), at.dtype)
 
     def added(operands: Any) -> Array:
-        residuals, cotangent, asked = operands
-        leaf, (_, bounds) = measured_leaf(residuals, cotangent)
+        residual, cotangent, request = operands
+        leaf, (_, bounds) = measured_leaf(residual, cotangent)
         with stage("norm"):
-            factors = within(asked[:, 0], bounds, asked[:, 1])
+            factors = within(request[:, 0], bounds, request[:, 1])
         with stage("sum"):
             return leaf.sum(factors, factors > 0)
 
     @jax.jit
-    def of_batch(residuals: Any, cotangent: Array, asked: Array) -> tuple[Array, Array]:
-        _, known = measured_leaf(residuals, cotangent)
-        total = computed_once(added, (residuals, cotangent, asked), cotangent)
+    def of_batch(residual: Any, cotangent: Array, request: Array) -> tuple[Array, Array]:
+        _, measure = measured_leaf(residual, cotangent)
+        total = computed_once(added, (residual, cotangent, request), cotangent)
         with stage("sum"):
-            total = total if seen.scattering is None else seen.scattering(total)
-        return jnp.stack(known, axis=-1), total
+            total = total if at.scattering is None else at.scattering(total)
+        return jnp.stack(measure, axis=-1), total
 
     return jax.jit(of_one(of_batch))
 
@@ -339,7 +399,7 @@ def within(
     return without_subnormal(jnp.where(jnp.isfinite(bounds), factors * ratio, 0))
 
 
-def of_slices(measured: Float[Array, "batch *slices 2"]) -> Known:
+def of_slices(measured: Float[Array, "batch *slices 2"]) -> Measure:
     """Norm and bound of a stacked parameter from those of its slices."""
     batch = measured.shape[0]
     norm, bound = (norms(measured[..., i].reshape(batch, -1)) for i in range(2))

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Inexact
 from .blocks import Operands, in_blocks
 from .norms import PRECISION, norm_error, norms, norms_of_parts
 
-Known: TypeAlias = tuple[Float[Array, " batch"], Float[Array, " batch"]]
+Measure: TypeAlias = tuple[Float[Array, " batch"], Float[Array, " batch"]]
 """The norm of each example's gradient as it was computed, and an upper bound on the true norm of
 what is added for a factor of 1."""
 
@@ -31,13 +31,13 @@ class LeafGradient(NamedTuple):
 
     Attributes:
         formed: each example's gradient, if it is formed.
-        known: otherwise norm and bound; None if both are zero.
+        measure: otherwise norm and bound; None if both are zero.
         weighted: takes factors and a mask of the examples that contribute, and returns their
             weighted sum; None if that follows from `formed`.
     """
 
     formed: Float[Array, "batch ..."] | None = None
-    known: Known | None = None
+    measure: Measure | None = None
     weighted: Callable[[Float[Array, " batch"], Bool[Array, " batch"]], Array] | None = None
 
     def sum(self, factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
@@ -53,30 +53,31 @@ def no_gradient(shape: tuple[int, ...], dtype: np.dtype[Any]) -> LeafGradient:
     return LeafGradient(weighted=lambda *_: jnp.zeros(shape, dtype))
 
 
-def norm_and_bound(leaves: Sequence[LeafGradient], batch: int, dtype: np.dtype[Any]) -> Known:
+def norm_and_bound(leaves: Sequence[LeafGradient], batch: int, dtype: np.dtype[Any]) -> Measure:
     """The norm of the gradient that some leaves make together, and the bound on what is added.
 
     Formed gradients are measured together, at one scale: their bound covers only the error of the
     norm.
     """
     formed = [leaf.formed for leaf in leaves if leaf.formed is not None]
-    known = [leaf.known for leaf in leaves if leaf.known is not None]
+    measures = [leaf.measure for leaf in leaves if leaf.measure is not None]
     if formed:
-        known.append(_of_formed(formed))
-    return combined(known, batch, dtype)
+        measures.append(_of_formed(formed))
+    return combined(measures, batch, dtype)
 
 
-def combined(known: Sequence[Known], batch: int, dtype: np.dtype[Any]) -> Known:
+def combined(measures: Sequence[Measure], batch: int, dtype: np.dtype[Any]) -> Measure:
     """Norm and bound of gradients from those of their parts."""
-    if len(known) == 1:
-        return known[0]
+    if len(measures) == 1:
+        return measures[0]
     zero = jnp.zeros(batch, dtype)
-    norm, bound = (norms(jnp.stack(its, axis=-1)) for its in zip((zero, zero), *known, strict=True))
-    return norm, bound * (1 + norm_error(len(known), dtype))
+    parts = zip((zero, zero), *measures, strict=True)
+    norm, bound = (norms(jnp.stack(part, axis=-1)) for part in parts)
+    return norm, bound * (1 + norm_error(len(measures), dtype))
 
 
 @jax.jit
-def _of_formed(grads: list[Float[Array, "batch ..."]]) -> Known:
+def _of_formed(grads: list[Float[Array, "batch ..."]]) -> Measure:
     norm = norms_of_parts(grads)
     longest = max(math.prod(x.shape[1:]) for x in grads)
     return norm, norm * (1 + norm_error(longest, norm.dtype, len(grads)))

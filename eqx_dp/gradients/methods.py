@@ -1,7 +1,8 @@
 """The sum of clipped per-example gradients: one function for three methods.
 
 All three differentiate the loss of one example with respect to formed leaves and to taps of
-factored leaves, map that over a microbatch, find norms and clip factors, and sum.
+factored leaves, map that over a microbatch, find norms and clip factors, and sum. `ghost` alone
+needs the clip factors within the map, for its second backward pass.
 
 | method | formed | factored |
 |---|---|---|
@@ -16,6 +17,7 @@ scan, are kept.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,13 +28,11 @@ from jaxtyping import Array, Bool, Float
 from ..isolation import of_one
 from ..precision import stage
 from ..sharding import whole
-from . import contraction
 from .clip import PerExample, TracedLoss, clip_and_sum
-from .convolution import Kernel
-from .factored import LeafForm, Seen, leaf_gradient, of_slices
+from .factored import FormedUse, LeafForm, MeasuredUse, leaf_gradient, of_slices
 from .leaves import LeafGradient, computed_once, no_gradient
-from .taps import evaluate
-from .uses import Address, AtUse, ParamUse, Uses, scattering_of
+from .taps import AtUse, evaluate
+from .uses import Address, Uses, scattering_of
 
 
 def clipped_sum(
@@ -46,105 +46,133 @@ def clipped_sum(
     Guarantee: what one example adds is bounded as `clip_and_sum` says, and depends on no other
     example. The measured arrays are those that are added: formed gradients and kept cotangents are
     computed once; the second pass of ghost measures again what it computes again
-    (`factored.Seen`).
+    (`factored.MeasuredUse`).
     """
-    uses, batch = traced.uses, len(is_padding_example)
-    seen = _seen(traced, uses) if method == "ghost" else dict[Address, Seen]()
-    kernels = {at: Kernel(use, method == "ghost") for at, use in uses.kernels.items()}
-    known: dict[Address, AtUse] = {**uses.at, **seen, **kernels}
-    leaf_of = {at: leaf for leaf, its in enumerate(uses.of) for at in its}
-
-    @jax.jit
-    def finished(
-        clip_norms: list[Array], found: _Backward, *others: Any
-    ) -> tuple[Array, list[Array]]:
-        """Norms and clip factors of a batch, one of each for every clip norm, and the sums."""
-
-        def finish(values: tuple[_Backward, Any, Array]) -> tuple[Array, list[Array]]:
-            found, scales, is_padding = values
-            found = _moved(uses, found, is_back=True)
-            with stage("norm"):
-                leaves = range(len(traced.params))
-                leaves = [_leaf_gradient(traced, leaf, seen, found) for leaf in leaves]
-            here = traced._replace(clipping=traced.clipping.with_arrays(clip_norms))
-            sums, clipped = clip_and_sum(here, leaves, found.loss, scales, is_padding)
-            return jnp.stack([*clipped.norms, *clipped.factors], axis=-1), sums
-
-        found = _moved(uses, found)
-        return computed_once(finish, (found, *others), found.loss)
-
-    def one(example: list[Array], scale: Any, is_padding: Array) -> tuple[Any, Any]:
-        aux, found, pullback = _backward(traced, known, example, scale)
-        finish = functools.partial(finished, traced.clipping.arrays)
-        own, sums = of_one(finish, batch)(found, scale, is_padding)
-        norms, factors = jnp.split(own, 2)
-        totals = dict[Address, Array]()
-        if seen:
-            limits = {at: found.cotangents[at][..., 1] for at in seen}
-            of_use = {at: factors[traced.groups[leaf_of[at]]] for at in seen}
-            totals = _second_pass(pullback, _start(found.loss, scale), of_use, limits)
-        return (found.loss, aux, list(norms)), (sums, totals)
-
-    found = traced.mapped(
-        one, examples, traced.scales(batch), is_padding_example, out_axes=(0, None)
-    )
-    (loss, aux, norms), (sums, totals) = found
-    for at, total in totals.items():
-        sums[leaf_of[at]] = seen[at].of_leaf(total)
-    grad_norm = traced.clipping.structure.unflatten(norms)
+    is_ghost, scales = method == "ghost", traced.scales(len(is_padding_example))
+    measured = _measured_uses(traced) if is_ghost else dict[Address, MeasuredUse]()
+    by_rule = {at: FormedUse(use, is_ghost) for at, use in traced.uses.by_rule.items()}
+    at_uses: dict[Address, AtUse] = {**traced.uses.at, **measured, **by_rule}
+    of_batch = examples, scales, is_padding_example
+    if is_ghost:
+        loss, aux, clipped, sums = _in_two_passes(traced, at_uses, measured, *of_batch)
+    else:
+        loss, aux, clipped, sums = _in_one_pass(traced, at_uses, *of_batch)
+    norms, _ = jnp.split(clipped, 2, axis=-1)
+    grad_norm = traced.clipping.structure.unflatten(list(jnp.moveaxis(norms, -1, 0)))
     per_example = PerExample(loss, grad_norm, traced.program.aux.unflatten(aux))
     return traced.scattered(sums), per_example
 
 
-def _seen(traced: TracedLoss, uses: Uses) -> dict[Address, Seen]:
+_Clipped = tuple[Array, list[Array], Float[Array, "batch clips"], list[Array]]
+"""The loss, the leaves of aux, norms and factors (one of each for a clip norm), and the sums."""
+
+
+def _in_one_pass(
+    traced: TracedLoss,
+    at_uses: Mapping[Address, AtUse],
+    examples: list[Array],
+    scales: Float[Array, " batch"] | None,
+    is_padding: Bool[Array, " batch"],
+) -> _Clipped:
+    """Everything that backward passes find is kept; norms and sums come after the map."""
+
+    def one(example: list[Array], scale: Any) -> tuple[list[Array], _Backward]:
+        aux, backward, _ = _backward(traced, at_uses, example, scale)
+        return aux, backward
+
+    aux, backward = traced.mapped(one, examples, scales)
+    clipped, sums = _finished(traced, backward, scales, is_padding)
+    return backward.loss, aux, clipped, sums
+
+
+def _in_two_passes(
+    traced: TracedLoss,
+    at_uses: Mapping[Address, AtUse],
+    measured: dict[Address, MeasuredUse],
+    examples: list[Array],
+    scales: Float[Array, " batch"] | None,
+    is_padding: Bool[Array, " batch"],
+) -> _Clipped:
+    """The second pass takes the clip factors, so norms are finished within the map."""
+    leaf_of = {at: leaf for leaf, uses in enumerate(traced.uses.of) for at in uses}
+    size = len(is_padding)
+
+    @jax.jit  # traced once: `of_one` calls it twice
+    def finished(clip_norms: list[Array], *of_batch: Any) -> tuple[Array, list[Array]]:
+        here = traced._replace(clipping=traced.clipping.with_arrays(clip_norms))
+        return _finished(here, *of_batch)
+
+    def one(example: list[Array], scale: Any, is_padding: Array) -> tuple[Any, Any]:
+        aux, backward, pullback = _backward(traced, at_uses, example, scale)
+        finish = of_one(functools.partial(finished, traced.clipping.arrays), size)
+        clipped, sums = finish(backward, scale, is_padding)
+        _, factors = jnp.split(clipped, 2)
+        of_use = {at: factors[traced.groups[leaf_of[at]]] for at in measured}
+        limits = {at: backward.measures[at][..., 1] for at in measured}
+        start = _start(backward.loss, scale)
+        totals = _second_pass(pullback, start, of_use, limits) if measured else {}
+        return (backward.loss, aux, clipped), (sums, totals)
+
+    of_examples, (sums, totals) = traced.mapped(
+        one, examples, scales, is_padding, out_axes=(0, None)
+    )
+    for at, total in totals.items():
+        sums[leaf_of[at]] = measured[at].of_leaf(total)
+    return *of_examples, sums
+
+
+def _measured_uses(traced: TracedLoss) -> dict[Address, MeasuredUse]:
     """The uses whose leaves are measured where they are used."""
     return {
-        at: Seen(use, traced.accumulate_dtype, scattering_of(use, traced.cuts[leaf]))
-        for leaf, its in enumerate(uses.of)
-        for at, use in its.items()
-        if len(its) == 1 and use.is_seen
+        at: MeasuredUse(use, traced.accumulate_dtype, scattering_of(use, traced.cuts[leaf]))
+        for leaf, uses in enumerate(traced.uses.of)
+        for at, use in uses.items()
+        if len(uses) == 1 and not use.is_repeated
     }
 
 
 class _Backward(NamedTuple):
-    """What the backward pass of one example finds.
+    """What the backward pass of one example finds; of a batch, with examples in front.
 
     Attributes:
         loss: the loss.
-        residuals: of every use that is not seen.
-        cotangents: of every use; norm and bound of one that is seen.
+        pairs: the residual and the cotangent of every use that keeps them.
+        measures: norm and bound of every use that is measured.
         grads: of every formed leaf.
     """
 
     loss: Array
-    residuals: dict[Address, Any]
-    cotangents: dict[Address, Any]
+    pairs: dict[Address, tuple[Any, Array]]
+    measures: dict[Address, Array]
     grads: dict[int, Array]
 
 
 def _backward(
     traced: TracedLoss,
-    known: dict[Address, AtUse],
+    at_uses: Mapping[Address, AtUse],
     example: list[Array],
     scale: Float[Array, ""] | None,
 ) -> tuple[list[Array], _Backward, Any]:
     """One example's aux, what its backward pass finds, and the pullback, for a second pass."""
     params = {leaf: whole(traced.params[leaf]) for leaf in traced.uses.formed}
+    measured = {at for at, use in at_uses.items() if isinstance(use, MeasuredUse)}
 
     def run(taps: dict[Address, Any], formed: dict[int, Array]) -> tuple[Any, Any]:
-        own = [formed.get(leaf, x) for leaf, x in enumerate(traced.params)]
-        inputs = [*own, *traced.frozen, *example]
+        leaves = [formed.get(leaf, x) for leaf, x in enumerate(traced.params)]
         with stage("loss"):
-            loss, aux, kept = evaluate(traced.program, known, inputs, taps)
-        asked = {at: its for at, its in kept.items() if isinstance(known[at], Seen)}
-        residuals = {at: its for at, its in kept.items() if at not in asked}
-        return (loss, asked), (aux, residuals)
+            inputs = [*leaves, *traced.frozen, *example]
+            loss, aux, beside = evaluate(traced.program, at_uses, inputs, taps)
+        requests = {at: x for at, x in beside.items() if at in measured}
+        residuals = {at: x for at, x in beside.items() if at in traced.uses.at.keys() - measured}
+        return (loss, requests), (aux, residuals)
 
-    taps = {at: its.tap() for at, its in known.items()}
-    (loss, asked), pullback, (aux, residuals) = jax.vjp(run, taps, params, has_aux=True)
-    cotangents, grads = pullback((_start(loss, scale), jax.tree.map(jnp.zeros_like, asked)))
-    cotangents |= {at: cotangents[at].known for at in asked}
-    return aux, _Backward(loss, residuals, cotangents, grads), pullback
+    taps = {at: use.tap() for at, use in at_uses.items()}
+    (loss, requests), pullback, (aux, residuals) = jax.vjp(run, taps, params, has_aux=True)
+    no_requests = jax.tree.map(jnp.zeros_like, requests)
+    answers, grads = pullback((_start(loss, scale), no_requests))
+    pairs = {at: (residual, answers[at]) for at, residual in residuals.items()}
+    measures = {at: answers[at].measure for at in measured}
+    return aux, _Backward(loss, pairs, measures, grads), pullback
 
 
 def _second_pass(
@@ -153,16 +181,16 @@ def _second_pass(
     factors: dict[Address, Float[Array, ""]],
     limits: dict[Address, Float[Array, "*slices"]],
 ) -> dict[Address, Array]:
-    """The weighted sums, over all examples, of all uses that are seen."""
+    """The weighted sums, over all examples, of all uses that are measured."""
     # Without the barrier the compiler would see that both passes compute the same cotangents, and
     # keep them all from the first to the second.
     pullback, factors, limits = jax.lax.optimization_barrier((pullback, factors, limits))
-    asked = {
+    requests = {
         at: jnp.stack([jnp.broadcast_to(factors[at], limit.shape), limit], axis=-1)
         for at, limit in limits.items()
     }
-    taps, _ = pullback((start, asked))
-    return {at: taps[at].total for at in asked}
+    answers, _ = pullback((start, requests))
+    return {at: answers[at].total for at in requests}
 
 
 def _start(loss: Float[Array, ""], scale: Float[Array, ""] | None) -> Array:
@@ -170,57 +198,63 @@ def _start(loss: Float[Array, ""], scale: Float[Array, ""] | None) -> Array:
     return jnp.ones_like(loss) if scale is None else scale.astype(loss.dtype)
 
 
-def _leaf_gradient(
-    traced: TracedLoss, leaf: int, seen: dict[Address, Seen], found: _Backward
-) -> LeafGradient:
+def _finished(
+    traced: TracedLoss,
+    backward: _Backward,
+    scales: Float[Array, " batch"] | None,
+    is_padding: Bool[Array, " batch"],
+) -> tuple[Float[Array, "batch clips"], list[Array]]:
+    """Norms and clip factors of a batch, and the sums of what is not measured where it is used."""
+
+    def finish(operands: tuple[_Backward, Any, Array]) -> tuple[Array, list[Array]]:
+        backward, scales, is_padding = operands
+        backward = _moved(traced.uses, backward, is_back=True)
+        with stage("norm"):
+            leaves = range(len(traced.params))
+            leaves = [_leaf_gradient(traced, leaf, backward) for leaf in leaves]
+        sums, clipped = clip_and_sum(traced, leaves, backward.loss, scales, is_padding)
+        return jnp.stack([*clipped.norms, *clipped.factors], axis=-1), sums
+
+    operands = _moved(traced.uses, backward), scales, is_padding
+    return computed_once(finish, operands, backward.loss)
+
+
+def _leaf_gradient(traced: TracedLoss, leaf: int, backward: _Backward) -> LeafGradient:
     """The gradient of a leaf, formed or factored."""
     shape, dtype, uses = traced.params[leaf].shape, traced.accumulate_dtype, traced.uses.of[leaf]
-    if leaf in found.grads:
-        return LeafGradient(found.grads[leaf].astype(dtype))
+    if leaf in backward.grads:
+        return LeafGradient(backward.grads[leaf].astype(dtype))
     if not uses:
         return no_gradient(shape, dtype)
-    if len(uses) == 1 and (at := next(iter(uses))) in seen:
+    first, *others = uses
+    if first in backward.measures:
         later = no_gradient((), dtype)  # the second pass has the sum
-        return later._replace(known=of_slices(found.cotangents[at]))
+        return later._replace(measure=of_slices(backward.measures[first]))
     scattering = None
-    if len(uses) == 1:
-        (use,) = uses.values()
-        scattering = scattering_of(use, traced.cuts[leaf]) if use.slices and use.is_seen else None
+    if not others and uses[first].slices and not uses[first].is_repeated:
+        scattering = scattering_of(uses[first], traced.cuts[leaf])
     form = LeafForm(shape, tuple(uses.values()), dtype)
-    pairs = [(found.residuals[at], found.cotangents[at]) for at in uses]
-    return leaf_gradient(form, pairs, scattering)
+    return leaf_gradient(form, [backward.pairs[at] for at in uses], scattering)
 
 
-def _moved(uses: Uses, found: _Backward, is_back: bool = False) -> _Backward:
+def _moved(uses: Uses, backward: _Backward, is_back: bool = False) -> _Backward:
     """Residuals and cotangents with their axes in the needed order, or back in their own.
 
-    Cotangents have their axes in the order of `_columns_last`. Results of a scan over slices of a
-    parameter have the slices before the examples, as the scan returns them and as products of
-    single slices take them.
+    Cotangents have their axes in the order in which `factors` takes them: they are transposed
+    before they enter a conditional, not inside. Otherwise the compiler would compute them, and
+    everything before them in the same loop, twice. Results of a scan over slices of a parameter
+    have the slices before the examples, as the scan returns them and as products of single slices
+    take them.
     """
-    residuals, cotangents = dict(found.residuals), dict(found.cotangents)
-    for at, use in uses.at.items():
-        if at not in residuals:  # seen
-            continue
-        scans = len(use.scans) if {*use.scans} == {"slices"} else 0
-        order = (0, *(1 + axis for axis in _columns_last(use)))
+    pairs = dict[Address, tuple[Any, Array]]()
+    for at, (residual, cotangent) in backward.pairs.items():
+        use = uses.at[at]
+        front = len(use.scans)
+        scans = 0 if use.is_repeated else front
+        order = (0, *range(1, 1 + front), *(1 + front + axis for axis in use.kind.order))
         order = (*order[1 : 1 + scans], 0, *order[1 + scans :])
         to = np.argsort(order).tolist() if is_back else order
-        cotangents[at] = jnp.transpose(cotangents[at], to)
         ends = (scans, 0) if is_back else (0, scans)
-        residuals[at] = jax.tree.map(lambda x, ends=ends: jnp.moveaxis(x, *ends), residuals[at])
-    return found._replace(residuals=residuals, cotangents=cotangents)
-
-
-def _columns_last(use: ParamUse) -> tuple[int, ...]:
-    """The axes of the cotangent of a contraction in the order in which it is needed.
-
-    A cotangent is transposed before it enters a conditional, not inside: otherwise the compiler
-    would compute it, and everything before it in the same loop, twice.
-    """
-    rank = len(use.result.shape)
-    if use.kind is not contraction:
-        return tuple(range(rank))
-    order = contraction.columns_last(use.operation, use.operand)
-    front = rank - len(order)
-    return (*range(front), *(front + axis for axis in order))
+        moved = jax.tree.map(lambda x, ends=ends: jnp.moveaxis(x, *ends), residual)
+        pairs[at] = moved, jnp.transpose(cotangent, to)
+    return backward._replace(pairs=pairs)

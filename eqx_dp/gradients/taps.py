@@ -1,15 +1,14 @@
 """Taps: the uses of parameters in a program, found and evaluated.
 
-The result of every use gets a *tap* added to it, a zero: the gradient with respect to the tap is
-the cotangent of the result. The other values that the gradient needs are kept on the way. A
-parameter that is not multiplied by data alone has no uses: it is formed. The search reads only
-shapes; `evaluate` inserts the taps.
+A *tap* at a use is a zero whose cotangent is what a method wants of the use (`AtUse`). A parameter
+that is not multiplied by data alone has no uses: it is formed. The search reads only shapes;
+`evaluate` inserts the taps.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.extend.core as jex_core
@@ -19,13 +18,16 @@ from jaxtyping import Array
 from ..programs import Call, Scan, inside, interpret, literal_value, rematerialised, scanned
 from ..programs import at as named
 from ..sharding import Shard, evaluated_whole, rearranged, whole
-from . import contraction, convolution, lookup
+from .contraction import Contraction
+from .convolution import Convolution
+from .kind import Kind, shape_of
+from .lookup import Lookup
 from .narrow_products import Narrow, is_product
 from .program import Program
-from .uses import Address, AtUse, Kind, Operation, ParamUse, Uses, operation_of, shape_of
+from .uses import Address, ParamUse, Uses
 from .views import Steps, is_regular, steps_of
 
-KINDS: tuple[Kind, ...] = (contraction, convolution, lookup)
+KINDS: tuple[type[Kind], ...] = (Contraction, Convolution, Lookup)
 """All kinds of uses. A parameter that any other equation takes is formed."""
 
 
@@ -122,7 +124,7 @@ class _Search(NamedTuple):
                 pass
         kind = next((kind for kind in KINDS if kind.claims(equation, operands[0])), None)
         if kind is not None and len(operands) == 1 and _is_real(equation):
-            self.use(kind, equation, operands[0], first)
+            self.use(kind.of(equation, operands[0]), equation, first)
         else:
             self.give_up(inputs, _reason(equation, inputs))
         return [None] * len(equation.outvars)
@@ -149,27 +151,24 @@ class _Search(NamedTuple):
             if view is not None:
                 self.formed.setdefault(view.leaf, reason)
 
-    def use(self, kind: Kind, equation: jex_core.JaxprEqn, operand: int, view: _View) -> None:
+    def use(self, kind: Kind, equation: jex_core.JaxprEqn, view: _View) -> None:
         """Notes a use."""
-        operation = operation_of(equation)
         lengths = [length for _, length in self.scans]
-        result, residuals = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((*lengths, *x.shape), x.dtype),
-            (equation.outvars[0].aval, _residuals(kind, operation, operand, _shapes(equation))),
-        )
+
+        def stacked(variable: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*lengths, *variable.aval.shape), variable.aval.dtype)
+
+        is_narrow = self.narrow is not None and not self.is_wide and is_product(equation)
         use = ParamUse(
             kind,
-            operation,
-            operand,
             self.shapes[view.leaf],
             view.steps,
             tuple("slices" if scan in view.over else "time" for scan, _ in self.scans),
-            result,
-            residuals,
-            is_held=self.is_held,
+            stacked(equation.outvars[0]),
+            stacked(equation.invars[1 - kind.operand]),
+            self.narrow.matmul if self.narrow is not None and is_narrow else None,
+            self.is_held,
         )
-        if self.narrow is not None and not self.is_wide and is_product(equation):
-            use = use.narrowed(self.narrow.matmul)
         if use.is_empty:
             return
         if use.place is None:
@@ -198,17 +197,18 @@ def _is_real(equation: jex_core.JaxprEqn) -> bool:
     return all(jnp.issubdtype(result.dtype, jnp.floating) for result in results)
 
 
-def _shapes(equation: jex_core.JaxprEqn) -> tuple[jax.ShapeDtypeStruct, ...]:
-    avals: list[Any] = [variable.aval for variable in equation.invars]
-    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+class AtUse(Protocol):
+    """What happens at a use. Equal ones evaluate an equation equally."""
 
+    def tap(self) -> Any:
+        """A tree of zeros, the lengths of the scans around the use in front."""
+        ...
 
-@functools.lru_cache(maxsize=1024)
-def _residuals(
-    kind: Kind, operation: Operation, operand: int, inputs: tuple[jax.ShapeDtypeStruct, ...]
-) -> Any:
-    """The shapes of the residuals of a use."""
-    return jax.eval_shape(lambda *x: kind.residuals(operation, operand, list(x)), *inputs)
+    def evaluated(
+        self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any
+    ) -> tuple[Array, Any]:
+        """The result of the equation, and what leaves the program beside it."""
+        ...
 
 
 def evaluate(
@@ -221,23 +221,23 @@ def evaluate(
 
     Args:
         program: the loss of one example.
-        at: what is known of each use, and evaluates it.
+        at: what happens at each use.
         inputs: the program's.
         taps: a tree of arrays for each use, the lengths of the scans around it in front.
 
     Returns:
-        The loss, the leaves of aux, and what each use keeps, the lengths of scans in front.
+        The loss, the leaves of aux, and what leaves each use, the lengths of scans in front.
     """
-    outputs, residuals = _Evaluation(at, {}).program(program.run(), inputs, taps)
+    outputs, beside = _Evaluation(at, {}).program(program.run(), inputs, taps)
     loss, *aux = (jnp.asarray(whole(x)) for x in outputs)
-    return loss, aux, residuals
+    return loss, aux, beside
 
 
 class _Evaluation(NamedTuple):
     """One pass over a program, through the programs in which there are uses, on values.
 
     Attributes:
-        at: what is known of each use; addresses are relative to the program.
+        at: what happens at each use; addresses are relative to the program.
         calls: functions for calls, by the program that they call: equal ones are traced once.
     """
 
@@ -248,14 +248,14 @@ class _Evaluation(NamedTuple):
         self, program: jex_core.ClosedJaxpr, inputs: Sequence[Any], taps: dict[Address, Any]
     ) -> tuple[list[Any], dict[Address, Any]]:
         """Evaluates a program; addresses are relative to it."""
-        indices, residuals = itertools.count(), dict[Address, Any]()
+        indices, beside = itertools.count(), dict[Address, Any]()
         holders = {address[0] for address in self.at if len(address) > 1}
 
         def of_equation(equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
             index = next(indices)
             here = (index,)
             if here in self.at:
-                result, residuals[here] = self.at[here].evaluated(equation, inputs, taps[here])
+                result, beside[here] = self.at[here].evaluated(equation, inputs, taps[here])
                 return [result]
             if index not in holders:
                 part = rearranged(equation, inputs)
@@ -265,22 +265,22 @@ class _Evaluation(NamedTuple):
                     return evaluated_whole(equation, inputs)
             inner = self._replace(at=_below(self.at, index))
             with named(equation):
-                outputs, found = inner.inside(equation, inputs, _below(taps, index))
-            residuals.update({(index, *address): its for address, its in found.items()})
+                outputs, inner_beside = inner.inside(equation, inputs, _below(taps, index))
+            beside.update({(index, *address): x for address, x in inner_beside.items()})
             return outputs
 
         outputs = interpret(program.jaxpr, program.consts, inputs, of_equation, literal_value)
-        return outputs, residuals
+        return outputs, beside
 
     def inside(
         self, equation: jex_core.JaxprEqn, inputs: list[Any], taps: dict[Address, Any]
     ) -> tuple[list[Any], dict[Address, Any]]:
         """Evaluates an equation that holds uses, or takes parts of parameters.
 
-        A jit, remat or scan is kept. Taps go in, and residuals come out, saved or with a scan's
-        other arrays. A parameter that a scan goes over is gathered slice by slice, inside, and
-        again for the backward pass: a checkpoint around the scan saves what its steps do. One that
-        all steps share is gathered once, before the scan.
+        A jit, remat or scan is kept. Taps go in, and what leaves uses comes out, saved or with a
+        scan's other arrays. A parameter that a scan goes over is gathered slice by slice, inside,
+        and again for the backward pass: a checkpoint around the scan saves what its steps do. One
+        that all steps share is gathered once, before the scan.
         """
         match inside(equation):
             case Call("jit", body):
@@ -298,8 +298,8 @@ class _Evaluation(NamedTuple):
                 slices = [x.of_steps() if isinstance(x, Shard) else x for x in slices]
 
                 def step(inputs: list[Any], taps: Any) -> tuple[list[Any], dict[Address, Any]]:
-                    outputs, residuals = self.program(scan.body, inputs, taps)
-                    return list(map(whole, outputs)), residuals
+                    outputs, beside = self.program(scan.body, inputs, taps)
+                    return list(map(whole, outputs)), beside
 
                 inputs = [*map(whole, (*consts, *carry)), *slices]
                 return scanned(equation, scan, step, inputs, taps)
@@ -318,4 +318,4 @@ def _takes_parts(equation: jex_core.JaxprEqn, inputs: Sequence[Any]) -> bool:
 
 def _below(of: Mapping[Address, Any], index: int) -> dict[Address, Any]:
     """The entries inside one equation, by their address there."""
-    return {address[1:]: its for address, its in of.items() if address[0] == index}
+    return {address[1:]: x for address, x in of.items() if address[0] == index}

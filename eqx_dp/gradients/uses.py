@@ -1,11 +1,9 @@
-"""A use: an equation that multiplies a parameter by data, and where in the parameter it does so.
-
-There is one file per kind of use: `contraction`, `convolution`, `lookup`.
-"""
+"""A use: an equation that multiplies a parameter by data, and where in the parameter it does so."""
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
@@ -15,90 +13,9 @@ from jaxtyping import Array, Float
 
 from ..precision import Matmul
 from ..sharding import Cut, evaluated_whole, whole
-from .narrow_products import Scaled, restored, scaled, with_cast_cotangent
+from .kind import Kind
+from .narrow_products import restored, scaled, with_cast_cotangent
 from .views import Place, Step, Steps, place_of, pulled_back, taken
-
-
-class Operation(NamedTuple):
-    """What an equation does, apart from its variables: equal ones do the same.
-
-    Attributes:
-        primitive: its name.
-        params: its parameters, by name.
-        operands: the shapes of its operands.
-        result: the shape of its result.
-    """
-
-    primitive: str
-    params: tuple[tuple[str, Any], ...]
-    operands: tuple[tuple[int, ...], ...]
-    result: tuple[int, ...]
-
-    def param(self, name: str) -> Any:
-        """One parameter."""
-        return dict(self.params)[name]
-
-
-def operation_of(equation: jex_core.JaxprEqn) -> Operation:
-    """The operation of an equation with one result."""
-    return Operation(
-        equation.primitive.name,
-        tuple(sorted(equation.params.items())),
-        tuple(map(shape_of, equation.invars)),
-        shape_of(equation.outvars[0]),
-    )
-
-
-class MatrixAxes(NamedTuple):
-    """How an array consists of matrices.
-
-    Attributes:
-        shape: what the array is reshaped to first.
-        groups, rows, columns: the axes of that which make up each dimension of the matrices.
-    """
-
-    shape: tuple[int, ...]
-    groups: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-
-
-class Kind(Protocol):
-    """One kind of use. Each kind has a file, and an entry in `KINDS`.
-
-    All methods except the first describe one example and one iteration of the enclosing scans.
-    """
-
-    name: str
-
-    def claims(self, equation: jex_core.JaxprEqn, operand: int) -> bool:
-        """Whether the equation is of this kind, with the parameter as the given operand."""
-        ...
-
-    def residuals(self, operation: Operation, operand: int, inputs: list[Any]) -> Any:
-        """The part of the other operands that is kept until the cotangent is known."""
-        ...
-
-    def matrix_axes(self, operation: Operation, operand: int) -> MatrixAxes:
-        """How the operand consists of matrices (group, in, out)."""
-        ...
-
-    def steps(self, operation: Operation, operand: int) -> int:
-        """How many outer products there are in each group."""
-        ...
-
-    def factors(
-        self, operation: Operation, operand: int, residuals: Any, cotangent: Array
-    ) -> tuple[Array, Array]:
-        """The vectors whose outer products are summed: (group, time, in), (group, time, out)."""
-        ...
-
-
-def shape_of(variable: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
-    """The shape of a variable of a jaxpr."""
-    aval: Any = variable.aval
-    return tuple(aval.shape)
-
 
 ScanUse: TypeAlias = Literal["slices", "time"]
 
@@ -107,27 +24,23 @@ class ParamUse(NamedTuple):
     """An equation that multiplies a parameter by data; equal ones have equal gradients.
 
     Attributes:
-        kind: which kind of equation it is.
-        operation: what the equation does.
-        operand: which operand is the parameter.
+        kind: what the equation does.
         shape: of the parameter.
-        view: from the parameter to that operand; slices of scans are in front.
+        view: from the parameter to the operand; slices of scans are in front.
         scans: the scans around it, outermost first: whether each goes over slices of the parameter
             or uses all of it many times.
         result: shape and dtype of the equation's result, the lengths of the scans in front.
-        residuals: shapes and dtypes of the residuals, likewise.
+        data: of the operand that the parameter meets, likewise.
         matmul: the narrow dtypes that the equation multiplies in, if it does.
-        is_held: whether what it meets is held for the backward pass: it is in no checkpoint.
+        is_held: whether the data is held for the backward pass: the equation is in no checkpoint.
     """
 
     kind: Kind
-    operation: Operation
-    operand: int
     shape: tuple[int, ...]
     view: Steps
     scans: tuple[ScanUse, ...]
     result: jax.ShapeDtypeStruct
-    residuals: Any
+    data: jax.ShapeDtypeStruct
     matmul: Matmul | None = None
     is_held: bool = True
 
@@ -136,22 +49,12 @@ class ParamUse(NamedTuple):
         """The kind, and the dtype that the parameter is cast to there."""
         return self.kind.name + (f"[{self.matmul.forward}]" if self.matmul else "")
 
-    def narrowed(self, matmul: Matmul) -> "ParamUse":
-        """The same use, with a product in narrow dtypes."""
-        stack = tuple(self.result.shape[: len(self.scans)])
-        values = jax.ShapeDtypeStruct(self.residuals.shape, matmul.forward)
-        exponent = jax.ShapeDtypeStruct(stack, jnp.int32)
-        return self._replace(residuals=Scaled(values, exponent), matmul=matmul)
-
-    def kept(self, inputs: list[Any]) -> Any:
-        """The residuals: of a narrow product, the cast operands."""
-        others = [x if i == self.operand else whole(x) for i, x in enumerate(inputs)]
-        found = self.kind.residuals(self.operation, self.operand, others)
-        return found if self.matmul is None else scaled(found, self.matmul.forward, self.matmul)
-
-    def restored(self, residuals: Any) -> Any:
-        """The residuals as the kind takes them: exactly the multiplied values."""
-        return residuals if self.matmul is None else restored(residuals, jnp.dtype("float32"))
+    @property
+    def bytes(self) -> int:
+        """Of the residual and the cotangent."""
+        kept = self.data.dtype if self.matmul is None else self.matmul.forward
+        size = math.prod(self.data.shape) * np.dtype(kept).itemsize
+        return size + math.prod(self.result.shape) * self.result.dtype.itemsize
 
     def tap(self) -> Array:
         """A zero of the result's shape, the lengths of the enclosing scans in front."""
@@ -160,9 +63,18 @@ class ParamUse(NamedTuple):
     def evaluated(
         self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Array
     ) -> tuple[Array, Any]:
-        """The result with the tap added to it, and the residuals."""
+        """The result with the tap added to it, and the residual."""
         (result,) = evaluated_whole(equation, inputs)
-        return self.received(result + tap), self.kept(inputs)
+        return self.received(result + tap), self.residual(inputs)
+
+    def residual(self, inputs: Sequence[Any]) -> Any:
+        """What is kept of the equation's operands: of a narrow product, the cast data."""
+        kept = self.kind.residual(whole(inputs[1 - self.kind.operand]))
+        return kept if self.matmul is None else scaled(kept, self.matmul.forward, self.matmul)
+
+    def restored(self, residual: Any) -> Any:
+        """The residual as the kind takes it: exactly the multiplied values."""
+        return residual if self.matmul is None else restored(residual, jnp.dtype("float32"))
 
     def received(self, result: Array) -> Array:
         """The result; its cotangent is cast as the derivative of a narrow product needs it."""
@@ -171,32 +83,33 @@ class ParamUse(NamedTuple):
     @property
     def slices(self) -> tuple[int, ...]:
         """The lengths of the scans around it that go over slices of the parameter."""
-        lengths = zip(self.result.shape, self.scans, strict=False)
-        return tuple(n for n, use in lengths if use == "slices")
+        return self._lengths("slices")
 
     @property
-    def steps(self) -> int:
+    def terms(self) -> int:
         """How many outer products there are in each of its matrices."""
-        lengths = zip(self.result.shape, self.scans, strict=False)
-        times = math.prod(n for n, use in lengths if use == "time")
-        return times * self.kind.steps(self.operation, self.operand)
+        return math.prod(self._lengths("time")) * self.kind.terms
+
+    def _lengths(self, of: ScanUse) -> tuple[int, ...]:
+        scans = zip(self.result.shape, self.scans, strict=False)
+        return tuple(length for length, use in scans if use == of)
 
     @property
-    def is_seen(self) -> bool:
-        """Whether `ghost` may measure and sum it within the backward pass: no scan repeats it."""
-        return "time" not in self.scans
+    def is_repeated(self) -> bool:
+        """Whether a scan repeats it: `ghost` cannot measure it within the backward pass."""
+        return "time" in self.scans
 
     @property
     def is_empty(self) -> bool:
         """Whether it contributes nothing: a scan without steps, a slice without rows."""
-        return 0 in (*self.result.shape, *self.shape, *self.operation.operands[self.operand])
+        return 0 in (*self.result.shape, *self.shape, *self.kind.shape)
 
     @property
     def _split(self) -> tuple[Step, tuple[tuple[int, ...], ...]]:
         """The step from the operand to an array with parts of groups, rows and columns as axes."""
-        found, lead = self.kind.matrix_axes(self.operation, self.operand), len(self.slices)
-        of_groups, rows, columns = (tuple(lead + i for i in part) for part in found[1:])
-        return Step("reshape", found.shape, lead), ((*range(lead), *of_groups), rows, columns)
+        axes, lead = self.kind.matrix_axes, len(self.slices)
+        of_groups, rows, columns = (tuple(lead + i for i in part) for part in axes[1:])
+        return Step("reshape", axes.shape, lead), ((*range(lead), *of_groups), rows, columns)
 
     @property
     def place(self) -> Place | None:
@@ -206,34 +119,44 @@ class ParamUse(NamedTuple):
     @property
     def matrices(self) -> tuple[int, int, int]:
         """How many groups, rows and columns its matrices have."""
-        found = self.kind.matrix_axes(self.operation, self.operand)
-        groups, rows, columns = (math.prod(found.shape[i] for i in part) for part in found[1:])
+        axes = self.kind.matrix_axes
+        groups, rows, columns = (math.prod(axes.shape[i] for i in part) for part in axes[1:])
         return math.prod(self.slices) * groups, rows, columns
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many numbers of each vector are multiplied: those of the data, of the cotangent."""
+        _, rows, columns = self.matrices
+        return 0 if self.kind.is_one_hot else rows, columns
+
     def factors(
-        self, residuals: Any, cotangent: Array, dtype: np.dtype[Any]
+        self, residual: Any, cotangent: Array, dtype: np.dtype[Any]
     ) -> tuple[Array, Float[Array, "group time features_out"]]:
         """One example's factors: scans over slices make groups, scans over time more time."""
 
-        def of_one(residuals: Any, cotangent: Array) -> tuple[Array, Array]:
-            return self.kind.factors(
-                self.operation, self.operand, self.restored(residuals), cotangent
-            )
+        def of_one(residual: Any, cotangent: Array) -> tuple[Array, Array]:
+            return self.kind.factors(self.restored(residual), cotangent)
 
         for _ in self.scans:
             of_one = jax.vmap(of_one)
-        x, g = of_one(residuals, cotangent)
-        x = x if self.kind.name == "lookup" else x.astype(dtype)  # rows stay whole numbers
+        x, g = of_one(residual, cotangent)
+        x = x if self.kind.is_one_hot else x.astype(dtype)  # rows stay whole numbers
         return self._fold_scans(x), self._fold_scans(g.astype(dtype))
 
     def _fold_scans(self, factor: Array) -> Array:
         """`(*scans, group, time, features)` to `(slices x group, scans x time, features)`."""
-        slices = [axis for axis, its in enumerate(self.scans) if its == "slices"]
-        times = [axis for axis, its in enumerate(self.scans) if its == "time"]
+        slices = [axis for axis, use in enumerate(self.scans) if use == "slices"]
+        times = [axis for axis, use in enumerate(self.scans) if use == "time"]
         group, time, features = (len(self.scans) + i for i in range(3))
         groups = math.prod(self.slices) * factor.shape[group]
         order = (*slices, group, *times, time, features)
-        return jnp.transpose(factor, order).reshape(groups, self.steps, factor.shape[features])
+        return jnp.transpose(factor, order).reshape(groups, self.terms, factor.shape[features])
+
+    def outer_products(
+        self, residual: Any, cotangent: Array, dtype: np.dtype[Any]
+    ) -> Float[Array, "group in out"]:
+        """One example's gradient as matrices, of a use that is in no scan."""
+        return self.kind.outer_products(self.restored(residual), cotangent, dtype)
 
     def to_parameter(self, gradient: Float[Array, "group in out"]) -> Array:
         """The gradient with respect to the parameter, from that with respect to the matrices."""
@@ -253,26 +176,11 @@ class ParamUse(NamedTuple):
     def inside(self) -> "ParamUse":
         """The use in one iteration of the enclosing scans: of its operand alone."""
 
-        def inner(x: Any) -> jax.ShapeDtypeStruct:
+        def inner(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape[len(self.scans) :], x.dtype)
 
-        result, residuals = jax.tree.map(inner, (self.result, self.residuals))
-        shape = self.operation.operands[self.operand]
-        return self._replace(shape=shape, view=(), scans=(), result=result, residuals=residuals)
-
-
-class AtUse(Protocol):
-    """What is known of a use. Equal ones evaluate an equation equally."""
-
-    def tap(self) -> Any:
-        """A tree of zeros, the lengths of the scans around the use in front."""
-        ...
-
-    def evaluated(
-        self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: Any
-    ) -> tuple[Array, Any]:
-        """The result of the equation, and what the use keeps."""
-        ...
+        result, data = inner(self.result), inner(self.data)
+        return self._replace(shape=self.kind.shape, view=(), scans=(), result=result, data=data)
 
 
 Address: TypeAlias = tuple[int, ...]
@@ -287,28 +195,26 @@ class Uses(NamedTuple):
     Attributes:
         of: the uses of each trainable leaf, by their address.
         formed: the leaves that are differentiated themselves, with the reason.
-        kernels: uses of formed leaves as kernels, whose gradients come from patches.
+        by_rule: uses of formed leaves whose kinds have a rule of their own for the gradient.
     """
 
     of: tuple[dict[Address, ParamUse], ...]
     formed: dict[int, str]
-    kernels: dict[Address, ParamUse]
+    by_rule: dict[Address, ParamUse]
 
     @property
     def at(self) -> dict[Address, ParamUse]:
         """All uses."""
-        return {address: use for its in self.of for address, use in its.items()}
+        return {address: use for uses in self.of for address, use in uses.items()}
 
     def forming(self, reasons: dict[int, str]) -> "Uses":
         """The same with more leaves that are formed."""
-        formed, kernels = {**reasons, **self.formed}, dict(self.kernels)
+        formed, by_rule = {**reasons, **self.formed}, dict(self.by_rule)
         for leaf in formed:
-            its = self.of[leaf].items()
-            kernels |= {
-                at: use for at, use in its if use.kind.name == "convolution" and not use.matmul
-            }
-        of = tuple({} if leaf in formed else its for leaf, its in enumerate(self.of))
-        return Uses(of, formed, kernels)
+            uses = self.of[leaf].items()
+            by_rule |= {at: use for at, use in uses if use.kind.has_rule and not use.matmul}
+        of = tuple({} if leaf in formed else uses for leaf, uses in enumerate(self.of))
+        return Uses(of, formed, by_rule)
 
 
 class Scattering(NamedTuple):
