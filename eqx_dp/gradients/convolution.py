@@ -131,10 +131,7 @@ class Convolution(Kind):
             starts = [offset * dilation[dimension] for offset in offsets]
             if is_cotangent:
                 starts.reverse()
-            options = spans[dimension], strides[dimension], axis
-            cut = jnp.stack([_slices(cut, start, *options) for start in starts], axis=2)
+            span, stride = spans[dimension], strides[dimension]
+            parts = [jax.lax.slice_in_dim(cut, i, i + span, stride, axis) for i in starts]
+            cut = jnp.stack(parts, axis=2)
         return cut.reshape(*images.shape[:2], math.prod(window), math.prod(positions))
-
-
-def _slices(x: Array, start: int, span: int, stride: int, axis: int) -> Array:
-    return jax.lax.slice_in_dim(x, start, start + span, stride, axis)

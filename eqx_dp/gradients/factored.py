@@ -233,11 +233,7 @@ class FormedUse(NamedTuple):
         parameter = inputs[operand]
         inputs[operand] = jax.lax.stop_gradient(parameter)
         (result,) = evaluated_whole(equation, inputs)
-        return _answering(self, result, parameter, self.use.residual(inputs))
-
-    def request(self) -> tuple[()]:
-        """Nothing."""
-        return ()
+        return _answering(self, result, (), parameter, self.use.residual(inputs))
 
     def answer(self, residual: Any, cotangent: Array, request: Any) -> Array:
         """The gradient with respect to the operand, in the dtype of operand and data."""
@@ -287,20 +283,17 @@ class MeasuredUse(NamedTuple):
     def evaluated(
         self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: "Taps"
     ) -> tuple[Array, Any]:
-        """The result of a use, and the request for its weighted sum.
+        """The result of a use, and its request: a zero.
 
-        On the way back, the cotangent of the result becomes those of the tap.
+        The cotangent of the request holds an example's factor and its limit, the bound that the
+        factor was found from. On the way back, the cotangent of the result becomes those of `tap`.
         """
         (result,) = evaluated_whole(equation, inputs)
-        result, request = _answering(self, result, tap, self.use.residual(inputs))
+        request = jnp.zeros(2, self.dtype)
+        residual = self.use.residual(inputs)
+        answering: tuple[Array, Any] = _answering(self, result, request, tap, residual)
+        result, request = answering
         return self.use.received(result), request
-
-    def request(self) -> Float[Array, "2"]:
-        """A zero, whose cotangent holds an example's factor and the limit of its bound.
-
-        The limit is the bound that the clip factor was found from.
-        """
-        return jnp.zeros(2, self.dtype)
 
     def answer(self, residual: Any, cotangent: Array, request: Array) -> "Taps":
         """Norm and bound of one example, and the weighted sum of all examples."""
@@ -327,27 +320,23 @@ class Taps(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _answering(
-    at: FormedUse | MeasuredUse, result: Array, wanted: Any, residual: Any
+    at: FormedUse | MeasuredUse, result: Array, request: Any, wanted: Any, residual: Any
 ) -> tuple[Array, Any]:
-    """The result of a use and its request; the cotangent of `wanted` is the answer."""
-    del wanted, residual
-    return result, at.request()
+    """The result and the request as they are; the cotangent of `wanted` is the answer."""
+    del at, wanted, residual
+    return result, request
 
 
-def _answering_forward(
-    at: FormedUse | MeasuredUse, result: Array, wanted: Any, residual: Any
-) -> tuple[Any, Any]:
+def _answering_forward(*operands: Any) -> tuple[Any, Any]:
     # Do not call `_answering` here: the call would stay in the program, which could then not be
     # differentiated.
-    del wanted
-    return (result, at.request()), residual
+    _, result, request, _, residual = operands
+    return (result, request), residual
 
 
-def _answering_back(
-    at: FormedUse | MeasuredUse, residual: Any, cotangents: tuple[Array, Any]
-) -> tuple[Any, ...]:
+def _answering_back(at: Any, residual: Any, cotangents: tuple[Array, Any]) -> tuple[Any, ...]:
     cotangent, request = cotangents
-    return cotangent, at.answer(residual, cotangent, request), None
+    return cotangent, None, at.answer(residual, cotangent, request), None
 
 
 _answering.defvjp(_answering_forward, _answering_back)

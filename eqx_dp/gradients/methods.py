@@ -48,77 +48,27 @@ def clipped_sum(
     computed once; the second pass of ghost measures again what it computes again
     (`factored.MeasuredUse`).
     """
-    is_ghost, scales = method == "ghost", traced.scales(len(is_padding_example))
-    measured = _measured_uses(traced) if is_ghost else dict[Address, MeasuredUse]()
-    by_rule = {at: FormedUse(use, is_ghost) for at, use in traced.uses.by_rule.items()}
-    at_uses: dict[Address, AtUse] = {**traced.uses.at, **measured, **by_rule}
-    of_batch = examples, scales, is_padding_example
+    scales, uses, is_ghost = traced.scales(len(is_padding_example)), traced.uses, method == "ghost"
+    by_rule = {at: FormedUse(use, is_ghost) for at, use in uses.by_rule.items()}
+    at_uses: dict[Address, AtUse] = {**uses.at, **by_rule}
     if is_ghost:
-        loss, aux, clipped, sums = _in_two_passes(traced, at_uses, measured, *of_batch)
+        measured = _measured_uses(traced)
+        at_uses |= measured
+        one = functools.partial(_in_two_passes, traced, at_uses, len(is_padding_example))
+        of_batch = examples, scales, is_padding_example
+        found = traced.mapped(one, *of_batch, out_axes=(0, None))
+        (loss, aux, clipped), (sums, totals) = found
+        for at, total in totals.items():
+            sums[uses.leaf_of[at]] = measured[at].of_leaf(total)
     else:
-        loss, aux, clipped, sums = _in_one_pass(traced, at_uses, *of_batch)
+        one = functools.partial(_in_one_pass, traced, at_uses)
+        aux, backward = traced.mapped(one, examples, scales)
+        clipped, sums = _finished(traced, backward, scales, is_padding_example)
+        loss = backward.loss
     norms, _ = jnp.split(clipped, 2, axis=-1)
-    grad_norm = traced.clipping.structure.unflatten(list(jnp.moveaxis(norms, -1, 0)))
+    grad_norm = traced.clipping.structure.unflatten(list(norms.T))
     per_example = PerExample(loss, grad_norm, traced.program.aux.unflatten(aux))
     return traced.scattered(sums), per_example
-
-
-_Clipped = tuple[Array, list[Array], Float[Array, "batch clips"], list[Array]]
-"""The loss, the leaves of aux, norms and factors (one of each for a clip norm), and the sums."""
-
-
-def _in_one_pass(
-    traced: TracedLoss,
-    at_uses: Mapping[Address, AtUse],
-    examples: list[Array],
-    scales: Float[Array, " batch"] | None,
-    is_padding: Bool[Array, " batch"],
-) -> _Clipped:
-    """Everything that backward passes find is kept; norms and sums come after the map."""
-
-    def one(example: list[Array], scale: Any) -> tuple[list[Array], _Backward]:
-        aux, backward, _ = _backward(traced, at_uses, example, scale)
-        return aux, backward
-
-    aux, backward = traced.mapped(one, examples, scales)
-    clipped, sums = _finished(traced, backward, scales, is_padding)
-    return backward.loss, aux, clipped, sums
-
-
-def _in_two_passes(
-    traced: TracedLoss,
-    at_uses: Mapping[Address, AtUse],
-    measured: dict[Address, MeasuredUse],
-    examples: list[Array],
-    scales: Float[Array, " batch"] | None,
-    is_padding: Bool[Array, " batch"],
-) -> _Clipped:
-    """The second pass takes the clip factors, so norms are finished within the map."""
-    leaf_of = {at: leaf for leaf, uses in enumerate(traced.uses.of) for at in uses}
-    size = len(is_padding)
-
-    @jax.jit  # traced once: `of_one` calls it twice
-    def finished(clip_norms: list[Array], *of_batch: Any) -> tuple[Array, list[Array]]:
-        here = traced._replace(clipping=traced.clipping.with_arrays(clip_norms))
-        return _finished(here, *of_batch)
-
-    def one(example: list[Array], scale: Any, is_padding: Array) -> tuple[Any, Any]:
-        aux, backward, pullback = _backward(traced, at_uses, example, scale)
-        finish = of_one(functools.partial(finished, traced.clipping.arrays), size)
-        clipped, sums = finish(backward, scale, is_padding)
-        _, factors = jnp.split(clipped, 2)
-        of_use = {at: factors[traced.groups[leaf_of[at]]] for at in measured}
-        limits = {at: backward.measures[at][..., 1] for at in measured}
-        start = _start(backward.loss, scale)
-        totals = _second_pass(pullback, start, of_use, limits) if measured else {}
-        return (backward.loss, aux, clipped), (sums, totals)
-
-    of_examples, (sums, totals) = traced.mapped(
-        one, examples, scales, is_padding, out_axes=(0, None)
-    )
-    for at, total in totals.items():
-        sums[leaf_of[at]] = measured[at].of_leaf(total)
-    return *of_examples, sums
 
 
 def _measured_uses(traced: TracedLoss) -> dict[Address, MeasuredUse]:
@@ -162,17 +112,48 @@ def _backward(
         with stage("loss"):
             inputs = [*leaves, *traced.frozen, *example]
             loss, aux, beside = evaluate(traced.program, at_uses, inputs, taps)
-        requests = {at: x for at, x in beside.items() if at in measured}
-        residuals = {at: x for at, x in beside.items() if at in traced.uses.at.keys() - measured}
-        return (loss, requests), (aux, residuals)
+        requests = {at: beside.pop(at) for at in measured}
+        return (loss, requests), (aux, beside)
 
     taps = {at: use.tap() for at, use in at_uses.items()}
     (loss, requests), pullback, (aux, residuals) = jax.vjp(run, taps, params, has_aux=True)
     no_requests = jax.tree.map(jnp.zeros_like, requests)
     answers, grads = pullback((_start(loss, scale), no_requests))
-    pairs = {at: (residual, answers[at]) for at, residual in residuals.items()}
+    pairs = {at: (residuals[at], answers[at]) for at in traced.uses.at if at not in measured}
     measures = {at: answers[at].measure for at in measured}
     return aux, _Backward(loss, pairs, measures, grads), pullback
+
+
+def _in_one_pass(traced: TracedLoss, *operands: Any) -> tuple[list[Array], _Backward]:
+    """Of one example: all that its backward pass finds. Norms and sums come after the map."""
+    aux, backward, _ = _backward(traced, *operands)
+    return aux, backward
+
+
+def _in_two_passes(
+    traced: TracedLoss,
+    at_uses: Mapping[Address, AtUse],
+    num_examples: int,
+    example: list[Array],
+    scale: Float[Array, ""] | None,
+    is_padding: Bool[Array, ""],
+) -> tuple[Any, Any]:
+    """Of one example: loss, aux, norms and factors; of all examples: two kinds of sums.
+
+    The second pass needs the clip factors, so they are found within the map.
+    """
+    aux, backward, pullback = _backward(traced, at_uses, example, scale)
+    # Jitted, so that it is traced once: for shapes and for the batch.
+    finish = of_one(jax.jit(functools.partial(_finished, traced)), num_examples)
+    clipped, sums = finish(backward, scale, is_padding)
+    _, factors = jnp.split(clipped, 2)
+    totals = dict[Address, Array]()
+    if backward.measures:
+        leaf_of, groups = traced.uses.leaf_of, traced.groups
+        of_use = {at: factors[groups[leaf_of[at]]] for at in backward.measures}
+        limits = {at: measure[..., 1] for at, measure in backward.measures.items()}
+        totals = _second_pass(pullback, _start(backward.loss, scale), of_use, limits)
+    return (backward.loss, aux, clipped), (sums, totals)
 
 
 def _second_pass(

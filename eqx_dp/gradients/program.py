@@ -1,8 +1,6 @@
 """One example's loss, traced once to a jaxpr: what every method of the engine works on."""
 
-import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,16 +12,7 @@ from jaxtyping import Array, PyTree
 
 from ..paths import below
 from ..precision import inside_engine, matmul_precision
-from ..programs import (
-    CHEAP,
-    REARRANGED,
-    Call,
-    Scan,
-    inside,
-    interpret,
-    with_masked_products,
-    without_ones,
-)
+from ..rewrites import with_masked_products, without_ones
 from ..sharding import Argument, constraints_of, example_program
 from .arguments import Configuration
 from .narrow_products import Narrow, narrow_products
@@ -174,49 +163,6 @@ def _refuse_constraints(jaxpr: jex_core.Jaxpr) -> None:
         )
 
 
-def takes_key(fun: Callable[..., Any], num_positional: int) -> tuple[bool, bool]:
-    """Reads from a loss's signature whether it can be given a `key`, and whether it must be.
-
-    If the model or the batch fills the parameter of that name, it is data.
-    """
-    try:
-        parameters = inspect.signature(fun).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        return True, False
-    named = parameters.get("key")
-    if named is not None and named.kind in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD):
-        if named.kind is not named.KEYWORD_ONLY and list(parameters).index("key") < num_positional:
-            return False, False
-        return True, named.default is named.empty
-    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()), False
-
-
-def check_key(
-    fun: Callable[..., Any], num_batch_arguments: int, key: Any, augmentations: int = 1
-) -> None:
-    """Refuses a call that lacks the key that its loss takes, or has one that it does not take.
-
-    Raises:
-        ValueError: a key is missing, or not wanted.
-    """
-    can, must = takes_key(fun, 1 + num_batch_arguments)
-    if augmentations > 1 and not can:
-        raise ValueError(
-            f"augmentations={augmentations} calls the loss with as many keys, and the loss has no "
-            "parameter named 'key' after the batch. Add one, and augment the example with it."
-        )
-    if key is None and (must or augmentations > 1):
-        raise ValueError(
-            "The loss takes a key and none was given: call with key=jax.random.key(...), a fresh "
-            "one every step. It is split into one key an example."
-        )
-    if key is not None and not can:
-        raise ValueError(
-            "A key was given, and the loss has no parameter named 'key' after the batch. Add one "
-            "(fun(model, *example, key)) or leave the key out."
-        )
-
-
 def refuse_batch_norm(model: PyTree[Any]) -> None:
     """Refuses a model whose batch statistics are still being learned.
 
@@ -230,50 +176,3 @@ def refuse_batch_norm(model: PyTree[Any]) -> None:
                 f"{below('model', path)} is an eqx.nn.BatchNorm in training mode, which "
                 f"mixes the examples of a batch. {_BATCH_MIXING_ADVICE}"
             )
-
-
-_FOUND_AGAIN = REARRANGED | CHEAP
-
-
-def activation_bytes(jaxpr: jex_core.Jaxpr, of_example: Sequence[bool]) -> tuple[int, list[bool]]:
-    """A crude estimate: all float results that depend on the example, except cheap arithmetic.
-
-    Results in a scan count for each iteration, those in a checkpoint not at all.
-
-    Args:
-        jaxpr: the loss of one example.
-        of_example: of each of its inputs whether it is the example's.
-
-    Returns:
-        The bytes, and of each result whether it depends on the example.
-    """
-    held = [0]
-
-    def of_equation(equation: jex_core.JaxprEqn, inputs: list[bool]) -> list[bool]:
-        if not any(inputs):
-            return [False] * len(equation.outvars)
-        match inside(equation):
-            case Call(wrapper, body) if len(body.jaxpr.invars) == len(inputs):
-                size, results = activation_bytes(body.jaxpr, inputs)
-                held[0] += size if wrapper != "remat" else _size(equation.invars)
-                return results
-            case Scan() as scan:
-                held[0] += scan.length * activation_bytes(scan.body.jaxpr, [True] * len(inputs))[0]
-            case _ if equation.primitive.name not in _FOUND_AGAIN:
-                held[0] += _size(equation.outvars)
-            case _:
-                pass
-        return [True] * len(equation.outvars)
-
-    consts = [False] * len(jaxpr.constvars)
-    results = interpret(jaxpr, consts, of_example, of_equation, lambda _: False)
-    return held[0], results
-
-
-def _size(variables: Sequence[Any]) -> int:
-    avals = [variable.aval for variable in variables]
-    return sum(
-        math.prod(x.shape) * x.dtype.itemsize
-        for x in avals
-        if jnp.issubdtype(getattr(x, "dtype", bool), jnp.inexact)
-    )

@@ -131,19 +131,15 @@ class _Search(NamedTuple):
 
     def scan(self, scan: Scan, inputs: list[_View | None]) -> list[_View | None]:
         """Follows views into a scan, which may go over slices of them."""
-        body, carried = scan.body.jaxpr, range(scan.num_consts, scan.num_consts + scan.num_carry)
-        stays = {i for i in carried if body.invars[i] is body.outvars[i - scan.num_consts]}
-        consts, _, slices = scan.split(inputs)
+        consts, carry, slices = scan.split(inputs)
         reason = "a scan carries it, or returns it"
-        self.give_up([inputs[i] for i in carried if i not in stays], reason)
-        carry = [inputs[i] if i in stays else None for i in carried]
+        self.give_up(carry, reason)
         now = [view and view._replace(over=(*view.over, self.address)) for view in slices]
         inner = self._replace(scans=(*self.scans, (self.address, scan.length)))
-        outputs = inner.program(scan.body, [*consts, *carry, *now])
-        stay = [i + scan.num_consts in stays for i in range(scan.num_carry)]
-        given = [view for i, view in enumerate(outputs) if i >= len(stay) or not stay[i]]
-        self.give_up(given, reason)
-        return [*carry, *[None] * (len(outputs) - scan.num_carry)]
+        no_views: list[_View | None] = [None] * scan.num_carry
+        outputs = inner.program(scan.body, [*consts, *no_views, *now])
+        self.give_up(outputs, reason)
+        return [None] * len(outputs)
 
     def give_up(self, views: Sequence[_View | None], reason: str) -> None:
         """Makes leaves formed."""

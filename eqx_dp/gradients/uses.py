@@ -207,6 +207,11 @@ class Uses(NamedTuple):
         """All uses."""
         return {address: use for uses in self.of for address, use in uses.items()}
 
+    @property
+    def leaf_of(self) -> dict[Address, int]:
+        """The leaf of every use."""
+        return {address: leaf for leaf, uses in enumerate(self.of) for address in uses}
+
     def forming(self, reasons: dict[int, str]) -> "Uses":
         """The same with more leaves that are formed."""
         formed, by_rule = {**reasons, **self.formed}, dict(self.by_rule)

@@ -11,7 +11,8 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core.primitives import closed_call_p
 from jaxtyping import Array, PyTree
 
-from ..programs import Call, channels_last, inside, rewritten, safe_in_conditionals
+from ..programs import Call, inside, rewritten
+from ..rewrites import fit_for_compiler
 from .facts import OWN, Meeting
 from .judge import Judge
 from .mapping import is_mapped
@@ -74,8 +75,7 @@ def run_apart(
     # other factor is a constant loss scale.
     is_call = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     is_call &= not any(getattr(x.aval, "dtype", None) == jnp.float16 for x in loss.invars)
-    mapped = jax.make_jaxpr(jax.jit(flat) if is_call else flat)(*leaves)
-    mapped = safe_in_conditionals(channels_last(mapped))
+    mapped = fit_for_compiler(jax.make_jaxpr(jax.jit(flat) if is_call else flat)(*leaves))
     return jax.tree.unflatten(structures[0], jex_core.jaxpr_as_fun(mapped)(*leaves))
 
 

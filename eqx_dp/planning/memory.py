@@ -11,11 +11,12 @@ import optax
 
 from .. import expected
 from ..expected import whole_number
-from ..gradients import ClippedGrad, MethodName, checked_grad_fn, slices_of
+from ..gradients import ClippedGrad, MethodName, checked_grad_fn
 from ..privacy import gaussian_privatizer
 from ..sharding import ShardingRules, axes_of
 from ..tables import Part, tabular
 from ..trees import PyTree, is_key
+from .slices import slices_of
 from .step import PlannedStep, planned_step
 
 _KEY_BYTES = 32  # a key's dtype has no size

@@ -1,6 +1,6 @@
 """Reading and rewriting JAX programs."""
 
-from .channels_last import channels_last as channels_last
+from .activations import activation_bytes as activation_bytes
 from .derivative_rules import Rule as Rule
 from .derivative_rules import RuleOf as RuleOf
 from .derivative_rules import has_rules as has_rules
@@ -41,14 +41,11 @@ from .names import SUMS_OF_DEVICES as SUMS_OF_DEVICES
 from .names import UNCHANGED as UNCHANGED
 from .names import UNSEEN as UNSEEN
 from .names import named as named
-from .ones import without_ones as without_ones
 from .operations import equation_flops as equation_flops
 from .operations import has_free_dimensions as has_free_dimensions
 from .operations import matmul_flops as matmul_flops
-from .ragged import with_masked_products as with_masked_products
 from .rewriting import inlined as inlined
 from .rewriting import rewritten as rewritten
 from .shardings import PLACEMENTS as PLACEMENTS
 from .shardings import result_sharding as result_sharding
 from .shardings import shardings as shardings
-from .thin_products import safe_in_conditionals as safe_in_conditionals

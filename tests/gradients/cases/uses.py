@@ -53,13 +53,6 @@ def cut_in_three(w, x):
     return jax.nn.softmax(q @ k.T) @ v
 
 
-def carried_along(w, x):
-    """A loop that hands its weights from step to step as they are."""
-    step = lambda c, x: ((c[0], jnp.sin(c[0] @ c[1] + x)), None)  # noqa: E731
-    same, state = lax.scan(step, (w, x[0]), x)[0]
-    return same.T @ state
-
-
 def blocks(w, x):
     """Blocks of one matrix: reshaped outside, turned inside, cut again."""
     inner = over_slices(lambda w, x: contract(w.T, x))
@@ -173,7 +166,6 @@ _FACTORED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
             jax.checkpoint(over_slices(jax.checkpoint(
                 contract, policy=jax.checkpoint_policies.dots_saveable))), (3, 4, 4), (2, 4),
         ),
-        "carried along": (carried_along, (3, 3), (2, 3)),
     },
     "several uses": {
         "turned": (lambda w, x: contract(w, x) @ w.T, (WIDTH, WORDS), (TOKENS, WIDTH)),

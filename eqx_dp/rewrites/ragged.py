@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 
-from .rewriting import inlined, rewritten
+from ..programs import inlined, rewritten
 
 
 def with_masked_products(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:

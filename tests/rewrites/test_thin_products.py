@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import eqx_dp as dp
-from eqx_dp.programs import safe_in_conditionals
+from eqx_dp.rewrites import safe_in_conditionals
 from tests import oracle
 from tests.tiers import curated
 

@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 import eqx_dp as dp
-from eqx_dp.programs import equations, with_masked_products
+from eqx_dp.programs import equations
+from eqx_dp.rewrites import with_masked_products
 from tests import oracle
 from tests.gradients.cases.tables import of_arrays
 from tests.tiers import curated

@@ -7,7 +7,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core.primitives import div_p, mul_p
 
-from .rewriting import inlined, rewritten
+from ..programs import inlined, rewritten
 
 
 def without_ones(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:

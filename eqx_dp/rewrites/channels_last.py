@@ -8,7 +8,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend.core.primitives import conv_general_dilated_p
 
-from .rewriting import inlined, rewritten
+from ..programs import inlined, rewritten
 
 
 def channels_last(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:

@@ -9,7 +9,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.extend.core.primitives import dot_general_p
 
-from .rewriting import inlined, rewritten
+from ..programs import inlined, rewritten
 
 _THIN = 3
 

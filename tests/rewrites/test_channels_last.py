@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from eqx_dp.programs import channels_last, equations
+from eqx_dp.programs import equations
+from eqx_dp.rewrites import channels_last
 from tests.sharding.losses import mesh_of
 
 pytestmark = pytest.mark.optimized

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_dp.programs import equations, without_ones
+from eqx_dp.programs import equations
+from eqx_dp.rewrites import without_ones
 
 # Whether anything is left to compute.
 CASES = {
