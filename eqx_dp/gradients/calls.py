@@ -11,7 +11,7 @@ import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from ..paths import dotted
 from ..programs import in_marked_equation, mark_on
@@ -264,9 +264,9 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
     """Applies the method to a batch, one microbatch at a time, on every device to its own part."""
     traced, examples, specs = prepared.traced, prepared.examples, prepared.specs
     rules = configuration.sharding
-    on_device = functools.partial(_on_device, configuration, prepared)
+    on_device = functools.partial(_on_device, configuration)
     if rules is None or specs is None:
-        return on_device(traced, examples.leaves, examples.is_padding_example)
+        return on_device(prepared, examples.leaves, examples.is_padding_example)
 
     # All arrays are arguments: closed-over arrays would not be spread.
     consts, num_params = list(map(jnp.asarray, traced.consts)), len(traced.params)
@@ -282,7 +282,7 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
         frozen, consts = rest[: len(traced.frozen)], rest[len(traced.frozen) :]
         here = traced.with_arrays(params, frozen, consts)
         leaves, padding = (batch[:-1], batch[-1]) if mask else (batch, None)
-        return on_device(here, leaves, padding)
+        return on_device(prepared._replace(traced=here), leaves, padding)
 
     return over_devices(
         function,
@@ -306,15 +306,12 @@ def parts_that_stay(traced: TracedLoss) -> set[int]:
 
 
 def _on_device(
-    configuration: Configuration,
-    prepared: Prepared,
-    traced: TracedLoss,
-    leaves: list[Array],
-    is_padding_example: Bool[Array, " batch"] | None,
+    configuration: Configuration, prepared: Prepared, leaves: list[Array], mask: Array | None
 ) -> tuple[list[Array], PerExample]:
     """The sums of a device's examples, and their per-example values."""
-    choice, drift = prepared.choice, prepared.drift(configuration.normalize_by != 1)
-    traced = traced._replace(clipping=traced.clipping._replace(drift=drift))
+    traced, choice = prepared.traced, prepared.choice
+    clipping = traced.clipping._replace(drift=prepared.drift(configuration.normalize_by != 1))
+    traced = traced._replace(clipping=clipping)
 
     def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
         return clipped_sum(traced, choice.method, leaves, is_padding)
@@ -323,4 +320,4 @@ def _on_device(
     is_meeting = any(traced.cuts) or any(isinstance(x, Shard) for x in shared)
     agree = agreement(configuration.sharding, is_meeting)
     size = choice.microbatch_size
-    return over_microbatches(step, leaves, is_padding_example, len(leaves[0]), size, agree)
+    return over_microbatches(step, leaves, mask, len(leaves[0]), size, agree)

@@ -123,8 +123,8 @@ def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) 
     inner = sum(_inner_products(uses, members) for members in sets)
     forming = sum(_outer_products(use) for use in uses)
     factored = LeafCost(kinds, "factored", inner or 2 * held // 4, forming, held, "")
-    if all(use.kind.is_one_hot for use in uses):
-        return factored._replace(reason="only the rows that were looked up count")
+    if all(use.kind.always for use in uses):
+        return factored._replace(reason=uses[0].kind.always)
     if inner == 0:
         return factored._replace(reason=f"{count}: |x| |g| is the norm")
     entries = sum(math.prod(uses[members[0].use].matrices) for members in sets)
@@ -157,7 +157,7 @@ def _inner_products(uses: tuple[ParamUse, ...], members: tuple[Member, ...]) -> 
     """Floating-point operations for the inner products of all terms of uses that overlap."""
     together = [uses[member.use] for member in members]
     terms = sum(use.terms for use in together)
-    if terms == 1 and not together[0].kind.is_one_hot:
+    if terms == 1:
         return 0
     groups, _, _ = together[0].matrices
     # Rows of a lookup are compared, or picked from the other side, which costs almost nothing.

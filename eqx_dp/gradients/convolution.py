@@ -35,16 +35,11 @@ class Convolution(Kind):
 
         The entries of the window stand behind the channels of the side that patches are cut out of.
         """
-        output, channel, *window = self.param("dimension_numbers").rhs_spec
-        groups = self.param("feature_group_count")
-        shape = list(self.shape)
+        output, *others = self.param("dimension_numbers").rhs_spec
+        groups, shape = self.param("feature_group_count"), list(self.shape)
         shape[output : output + 1] = groups, shape[output] // groups
-
-        def moved(axis: int) -> int:
-            return axis + (axis > output)
-
-        rows, columns = (moved(channel),), (output + 1,)
-        window = tuple(map(moved, window))
+        channel, *window = (axis + (axis > output) for axis in others)
+        rows, columns = (channel,), (output + 1,)
         if self._cuts_cotangent:
             columns = (*columns, *window)
         else:
@@ -91,11 +86,13 @@ class Convolution(Kind):
         sides = jnp.transpose(image, numbers.lhs_spec), jnp.transpose(cotangent, numbers.out_spec)
         is_cut = self._cuts_cotangent
         patches = self._patches(sides[is_cut], is_cut)
-        images, channels, offsets, positions = patches.shape
-        cut = patches.reshape(images, groups, channels // groups * offsets, positions)
-        cut = jnp.transpose(cut, (1, 2, 0, 3)).reshape(groups, -1, images * positions)
-        other = sides[not is_cut].reshape(images, groups, -1, positions)
-        other = jnp.transpose(other, (1, 2, 0, 3)).reshape(groups, -1, images * positions)
+        images, *_, positions = patches.shape
+
+        def by_group(x: Array) -> Array:
+            x = x.reshape(images, groups, -1, positions)
+            return jnp.transpose(x, (1, 2, 0, 3)).reshape(groups, -1, images * positions)
+
+        cut, other = map(by_group, (patches, sides[not is_cut]))
         return (other, cut) if is_cut else (cut, other)
 
     def _patches(self, images: Array, is_cotangent: bool) -> Array:

@@ -41,6 +41,8 @@ class Kind(abc.ABC):
         name: for `explain`.
         is_one_hot: whether the data's vectors are one-hot. They are then given by their rows, and a
             row that the matrix does not have stands for zero.
+        always: why a leaf that has such uses alone is factored, whatever it costs; "" where
+            costs decide.
         has_rule: whether a parameter that is formed has its gradient from `outer_products`, not
             from JAX's rule.
         operand: which operand is the parameter; the data is the other one of the first two.
@@ -51,6 +53,7 @@ class Kind(abc.ABC):
 
     name: ClassVar[str]
     is_one_hot: ClassVar[bool] = False
+    always: ClassVar[str] = ""
     has_rule: ClassVar[bool] = False
 
     operand: int

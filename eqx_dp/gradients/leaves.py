@@ -48,9 +48,11 @@ class LeafGradient(NamedTuple):
         return weighted_sum(self.formed, factors, contributes)
 
 
-def no_gradient(shape: tuple[int, ...], dtype: np.dtype[Any]) -> LeafGradient:
-    """The gradient of a leaf that the loss does not use: sum and bound are zero."""
-    return LeafGradient(weighted=lambda *_: jnp.zeros(shape, dtype))
+def no_gradient(
+    shape: tuple[int, ...], dtype: np.dtype[Any], measure: Measure | None = None
+) -> LeafGradient:
+    """The gradient of a leaf whose sum is zero, or not wanted; by default, so are its norms."""
+    return LeafGradient(None, measure, lambda *_: jnp.zeros(shape, dtype))
 
 
 def norm_and_bound(leaves: Sequence[LeafGradient], batch: int, dtype: np.dtype[Any]) -> Measure:

@@ -17,6 +17,7 @@ class Lookup(Kind):
 
     name = "lookup"
     is_one_hot = True
+    always = "only the rows that were looked up count"
 
     @classmethod
     def claims(cls, equation: jex_core.JaxprEqn, operand: int) -> bool:

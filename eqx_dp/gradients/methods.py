@@ -55,14 +55,16 @@ def clipped_sum(
         measured = _measured_uses(traced)
         at_uses |= measured
         one = functools.partial(_in_two_passes, traced, at_uses, len(is_padding_example))
-        of_batch = examples, scales, is_padding_example
-        found = traced.mapped(one, *of_batch, out_axes=(0, None))
-        (loss, aux, clipped), (sums, totals) = found
+        (loss, aux, clipped), (sums, totals) = traced.mapped(
+            one, examples, scales, is_padding_example, out_axes=(0, None)
+        )
         for at, total in totals.items():
             sums[uses.leaf_of[at]] = measured[at].of_leaf(total)
     else:
-        one = functools.partial(_in_one_pass, traced, at_uses)
-        aux, backward = traced.mapped(one, examples, scales)
+        # All that the backward passes find is kept; norms and sums come after the map.
+        aux, backward = traced.mapped(
+            lambda *of_one: _backward(traced, at_uses, *of_one)[:2], examples, scales
+        )
         clipped, sums = _finished(traced, backward, scales, is_padding_example)
         loss = backward.loss
     norms, _ = jnp.split(clipped, 2, axis=-1)
@@ -117,17 +119,10 @@ def _backward(
 
     taps = {at: use.tap() for at, use in at_uses.items()}
     (loss, requests), pullback, (aux, residuals) = jax.vjp(run, taps, params, has_aux=True)
-    no_requests = jax.tree.map(jnp.zeros_like, requests)
-    answers, grads = pullback((_start(loss, scale), no_requests))
+    answers, grads = pullback((_start(loss, scale), jax.tree.map(jnp.zeros_like, requests)))
     pairs = {at: (residuals[at], answers[at]) for at in traced.uses.at if at not in measured}
     measures = {at: answers[at].measure for at in measured}
     return aux, _Backward(loss, pairs, measures, grads), pullback
-
-
-def _in_one_pass(traced: TracedLoss, *operands: Any) -> tuple[list[Array], _Backward]:
-    """Of one example: all that its backward pass finds. Norms and sums come after the map."""
-    aux, backward, _ = _backward(traced, *operands)
-    return aux, backward
 
 
 def _in_two_passes(
@@ -209,8 +204,8 @@ def _leaf_gradient(traced: TracedLoss, leaf: int, backward: _Backward) -> LeafGr
         return no_gradient(shape, dtype)
     first, *others = uses
     if first in backward.measures:
-        later = no_gradient((), dtype)  # the second pass has the sum
-        return later._replace(measure=of_slices(backward.measures[first]))
+        # The second pass has the sum.
+        return no_gradient((), dtype, of_slices(backward.measures[first]))
     scattering = None
     if not others and uses[first].slices and not uses[first].is_repeated:
         scattering = scattering_of(uses[first], traced.cuts[leaf])

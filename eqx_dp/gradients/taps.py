@@ -25,7 +25,7 @@ from .lookup import Lookup
 from .narrow_products import Narrow, is_product
 from .program import Program
 from .uses import Address, ParamUse, Uses
-from .views import Steps, is_regular, steps_of
+from .views import Steps, steps_of
 
 KINDS: tuple[type[Kind], ...] = (Contraction, Convolution, Lookup)
 """All kinds of uses. A parameter that any other equation takes is formed."""
@@ -109,10 +109,8 @@ class _Search(NamedTuple):
         operands = [i for i, view in enumerate(inputs) if view is not None]
         first = inputs[operands[0]]
         assert first is not None
-        if len(inputs) == 1 and (found := steps_of(equation, len(first.over))) is not None:
-            views = [first._replace(steps=(*first.steps, *steps)) for steps in found]
-            if all(is_regular(view.steps, self.shapes[view.leaf]) for view in views):
-                return views
+        if len(inputs) == 1 and (of_results := steps_of(equation, len(first.over))) is not None:
+            return [first._replace(steps=(*first.steps, *steps)) for steps in of_results]
         match inside(equation):
             case Call("jit", body):
                 return self.program(body, inputs)
@@ -122,8 +120,10 @@ class _Search(NamedTuple):
                 return self.scan(scan, inputs)
             case _:
                 pass
+        result: Any = equation.outvars[0].aval
+        is_real = jnp.issubdtype(result.dtype, jnp.floating)
         kind = next((kind for kind in KINDS if kind.claims(equation, operands[0])), None)
-        if kind is not None and len(operands) == 1 and _is_real(equation):
+        if kind is not None and len(operands) == 1 and is_real:
             self.use(kind.of(equation, operands[0]), equation, first)
         else:
             self.give_up(inputs, _reason(equation, inputs))
@@ -154,7 +154,7 @@ class _Search(NamedTuple):
         def stacked(variable: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((*lengths, *variable.aval.shape), variable.aval.dtype)
 
-        is_narrow = self.narrow is not None and not self.is_wide and is_product(equation)
+        narrow = None if self.is_wide or not is_product(equation) else self.narrow
         use = ParamUse(
             kind,
             self.shapes[view.leaf],
@@ -162,7 +162,7 @@ class _Search(NamedTuple):
             tuple("slices" if scan in view.over else "time" for scan, _ in self.scans),
             stacked(equation.outvars[0]),
             stacked(equation.invars[1 - kind.operand]),
-            self.narrow.matmul if self.narrow is not None and is_narrow else None,
+            narrow and narrow.matmul,
             self.is_held,
         )
         if use.is_empty:
@@ -186,11 +186,6 @@ def _is_differentiated(equation: jex_core.JaxprEqn) -> bool:
     results: list[Any] = [variable.aval for variable in equation.outvars]
     is_smooth = any(jnp.issubdtype(getattr(x, "dtype", bool), jnp.inexact) for x in results)
     return is_smooth and equation.primitive.name != "stop_gradient"
-
-
-def _is_real(equation: jex_core.JaxprEqn) -> bool:
-    results: list[Any] = [variable.aval for variable in equation.outvars]
-    return all(jnp.issubdtype(result.dtype, jnp.floating) for result in results)
 
 
 class AtUse(Protocol):

@@ -293,17 +293,16 @@ def overlaps(uses: tuple[ParamUse, ...]) -> tuple[tuple[Member, ...], ...] | Non
     Returns:
         The uses, sorted; None where two overlap in any other way.
     """
-    sets: list[tuple[ParamUse, list[Member]]] = []
+    sets: list[tuple[Place, list[Member]]] = []
     for index, use in enumerate(uses):
+        place = use.place
+        assert place is not None
         for first, members in sets:
-            one, its = first.place, use.place
-            assert one is not None
-            assert its is not None
-            if its in (one, one._replace(rows=one.columns, columns=one.rows)):
-                members.append(Member(index, its != one))
+            if place in (first, first._replace(rows=first.columns, columns=first.rows)):
+                members.append(Member(index, place != first))
                 break
-            if not one.is_apart(its):
+            if not first.is_apart(place):
                 return None
         else:
-            sets.append((use, [Member(index, False)]))
+            sets.append((place, [Member(index, False)]))
     return tuple(tuple(members) for _, members in sets)

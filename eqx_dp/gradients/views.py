@@ -79,21 +79,41 @@ class Place(NamedTuple):
     rows: Digits
     columns: Digits
 
-    def spans(self, digits: Digits) -> tuple[int, int]:
-        """From where to where some of its entries reach."""
-        reach = [(n - 1) * stride for n, stride in digits]
-        low, high = sum(min(x, 0) for x in reach), sum(max(x, 0) for x in reach)
+    def reach(self, digits: Digits) -> tuple[int, int]:
+        """The smallest and the largest position that some digits, with the offset, lead to."""
+        ends = [(n - 1) * stride for n, stride in digits]
+        low, high = sum(min(x, 0) for x in ends), sum(max(x, 0) for x in ends)
         return self.offset + low, self.offset + high
 
+    @property
+    def gap(self) -> float:
+        """How far apart the same entry of two groups is at least; infinite for one group.
+
+        Let k be the digit of the largest stride in which the groups differ. It takes them |s_k|
+        apart, and the digits of smaller strides bring them at most their sum of (n - 1) |s| closer.
+        """
+        gap, closer = math.inf, 0
+        for n, stride in sorted(self.groups, key=lambda digit: abs(digit[1])):
+            gap = min(gap, abs(stride) - closer)
+            closer += (n - 1) * abs(stride)
+        return gap
+
     def is_apart(self, other: "Place") -> bool:
-        """Whether two hold no entry in common, as slices along a dimension that is cut do."""
-        own, its = self.rows + self.columns, other.rows + other.columns
+        """Whether two hold no entry in common, as slices along a dimension that is cut do.
+
+        Proof: an entry stands at i + p, where the digits of groups lead to i, and offset, rows and
+        columns to p. (If the two have other groups, these count as rows, and i is 0.) The ranges of
+        p, one of each place, do not meet. So for an entry i + p = j + q in common, i and j are of
+        different groups, and |i - j| = |p - q|. But |i - j| is at least `gap`, and |p - q| at most
+        the extent of both ranges together.
+        """
+        digits, others = self.rows + self.columns, other.rows + other.columns
+        gap = self.gap
         if self.groups != other.groups:
-            own, its = self.groups + own, other.groups + its
-        (low, high), (other_low, other_high) = self.spans(own), other.spans(its)
+            digits, others, gap = self.groups + digits, other.groups + others, math.inf
+        (low, high), (other_low, other_high) = self.reach(digits), other.reach(others)
         extent = max(high, other_high) - min(low, other_low)
-        fits = self.groups != other.groups or all(abs(s) > extent for _, s in self.groups)
-        return fits and (high < other_low or other_high < low)
+        return gap > extent and (high < other_low or other_high < low)
 
 
 def taken(steps: Steps, parameter: _Array) -> _Array:
@@ -104,14 +124,8 @@ def taken(steps: Steps, parameter: _Array) -> _Array:
 def pulled_back(function: Callable[[Array], Array], gradient: Array, shape: tuple[int, ...]) -> Any:
     """The gradient with respect to a parameter, from that with respect to a view of it."""
     there = jax.ShapeDtypeStruct(shape, gradient.dtype)
-    (found,) = jax.linear_transpose(function, there)(gradient)
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def is_regular(steps: Steps, shape: tuple[int, ...]) -> bool:
-    """Whether strides tell where the entries of a view stand."""
-    return _strided(steps, shape) is not None
+    (of_parameter,) = jax.linear_transpose(function, there)(gradient)
+    return of_parameter
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,9 +143,7 @@ def place_of(
     x = _strided((*steps, split), shape)
     if x is None:
         return None
-    start = _strided((), shape)
-    assert start is not None
-    offset = _address(x) - _address(start)
+    offset = _address(x) - _address(_BYTE)
     digits = [_merged((x.shape[i], x.strides[i]) for i in axes) for axes in parts]
     return Place(offset, *digits)
 
@@ -155,13 +167,13 @@ def _address(x: Any) -> int:
 
 def _merged(digits: Any) -> Digits:
     """Leaves out digits of one entry, and makes one of neighbours that are one."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for n, stride in digits:
-        if found and n > 1 and found[-1][1] == stride * n:
-            found[-1] = (found[-1][0] * n, stride)
+        if merged and n > 1 and merged[-1][1] == stride * n:
+            merged[-1] = (merged[-1][0] * n, stride)
         elif n > 1:
-            found.append((n, stride))
-    return tuple(found)
+            merged.append((n, stride))
+    return tuple(merged)
 
 
 def steps_of(equation: jex_core.JaxprEqn, lead: int) -> list[Steps] | None:
