@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 import eqx_dp as dp
+from eqx_dp.gradients import taps
 from eqx_dp.gradients.blocks import BLOCK
+from eqx_dp.gradients.kind import Kind, MatrixAxes, shape_of
 from tests import models, oracle
 from tests.gradients import jitted
 from tests.gradients.cases import branches, layers, networks, uses, weights
@@ -197,6 +199,33 @@ def test_which_leaves_are_factored(name):
     grad_fn = dp.filter_clipped_grad(case.loss, l2_clip_norm=1.0, method="book_keeping")
     rows = dp.explain(grad_fn, case.model, *case.batch(SIZE)).rows
     assert {row.path: row.way for row in rows} == {row.path: way for row in rows}
+
+
+class Scale(Kind):
+    """A kind of the tests' own, as a norm layer has: an entry for an entry of the data."""
+
+    name = "scale"
+    terms = 1
+
+    @classmethod
+    def claims(cls, equation: Any, operand: int) -> bool:
+        left, *others = map(shape_of, equation.invars)
+        return equation.primitive.name == "mul" and others == [left] and operand < 2
+
+    @property
+    def matrix_axes(self) -> MatrixAxes:
+        return MatrixAxes(self.shape, tuple(range(len(self.shape))), (), ())
+
+    def factors(self, residual: Any, cotangent: Any) -> tuple[Any, Any]:
+        return residual.reshape(-1, 1, 1), cotangent.reshape(-1, 1, 1)
+
+
+@pytest.mark.parametrize("method", FACTORING)
+def test_a_kind_is_one_class_and_one_entry(monkeypatch, method):
+    monkeypatch.setattr(taps, "KINDS", (*taps.KINDS, Scale))
+    case = known_of({"scale": of_leaf(lambda w, x: jnp.sin(w.T * x), (3, 4), (4, 3))})
+    found = dp.explain(check(case, method), case.case.model, *case.batch)
+    assert [(row.uses, row.way) for row in found.rows] == [(("scale",), "factored")]
 
 
 SMALL = st.integers(1, 3)
