@@ -70,7 +70,6 @@ REASONS = {
     "an L2 term": (
         l2_term, "w", ("contraction",), "formed", "weight decay in the optimizer (optax.adamw)",
     ),
-    "a bias": (l2_term, "b", (), "formed", "used by more than products ('add')"),
 }  # fmt: skip
 
 
@@ -95,13 +94,6 @@ def test_ghost_forms_a_leaf_if_what_it_is_made_of_takes_more_and_is_held(product
     for width, its in ((3, way), (64, "factored")):
         (row,) = dp.explain(grad_fn, jnp.ones((width, width)), jnp.ones((4, 32, width))).rows
         assert row.way == its
-
-
-@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
-def test_what_was_asked_for(method):
-    found = explained(CASE, method=method, microbatch_size=3)
-    assert (found.method, found.microbatch_size) == (method, 3)
-    assert found.reason == "as asked for"
 
 
 def test_auto_goes_by_what_an_example_holds():

@@ -143,8 +143,8 @@ def test_one_example_moves_the_sum_by_no_more_than_the_sensitivity(setup, data):
     assume(np.isfinite(grad_fn.l2_norm_bound))
     i = data.draw(st.integers(0, size - 1))
     other = examples(data.draw, SETTINGS[index].shapes, 1, HOSTILE)
-    replaced = jax.tree.map(lambda leaf, row: np.where(at(i, leaf), row, leaf), x, other)
     mask = np.arange(size) == i
+    replaced = jax.tree.map(lambda leaf, row: np.where(over(mask, leaf), row, leaf), x, other)
 
     def total(x, padding):
         return oracle.vector(jitted(x, padding)[1])
@@ -157,10 +157,6 @@ def test_one_example_moves_the_sum_by_no_more_than_the_sensitivity(setup, data):
     add, replace = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
     assert np.linalg.norm(there - gone) <= grad_fn.sensitivity(add) + slack
     assert np.linalg.norm(there - swapped) <= grad_fn.sensitivity(replace) + slack
-
-
-def at(i, leaf):
-    return (np.arange(len(leaf)) == i).reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
 @PROPERTIES

@@ -209,7 +209,6 @@ def step(w, x):
 
 _FORMED: dict[str, dict[str, tuple[Use, Shape, Any]]] = {
     "used by more than products": {
-        "shift": (lambda w, x: jnp.sin(w + x), (4,), (3, 4)),
         "scalar": (lambda w, x: x @ jnp.full((3, 4), w), (), (2, 3)),
         "scanned over and closed over": (
             lambda w, x: lax.scan(lambda x, row: (jnp.sin(w @ x) * row, None), x, w)[0],
