@@ -172,9 +172,14 @@ def _noised(
             mask, place = np.uint32(2**16 - 1), np.array([[0], [16]], np.uint32)
             both = computed_once((cells & mask) | (others << np.uint32(16)))
             moved = ((both[None] >> place) & mask).astype(jnp.int16).astype(jnp.int64)
-        noisy = _noisy(total, moved, stddev)
-        parts = jnp.split(noisy, np.cumsum(halves)[:-1], axis=1)
-        return [_in_shape(part, x.shape) for part, x in zip(parts, sums, strict=True)], []
+        ends, shapes = np.cumsum(halves)[:-1], [x.shape for x in sums]
+        if all(x.size == 2 * half for x, half in zip(sums, halves, strict=True)):
+            parts = jnp.split(_noisy(total, moved, stddev), ends, axis=1)
+            return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)], []
+        # In one kernel with a cut, LLVM vectorizes nothing.
+        noisy = [_noisy(*row, stddev) for row in zip(total, moved, strict=True)]
+        parts = zip(*(jnp.split(row, ends) for row in noisy), strict=True)
+        return [_joined(*part, shape) for part, shape in zip(parts, shapes, strict=True)], []
 
     operands = counter, names, sums, past
     if is_divided or max(x.size for x in sums) > 2**32:
@@ -299,8 +304,12 @@ def _in_two_rows(x: Shaped[Array, "..."]) -> Shaped[Array, "2 half"]:
     return jnp.pad(x.ravel(), (0, 2 * half - x.size)).reshape(2, half)
 
 
-def _in_shape(rows: Shaped[Array, "2 half"], shape: tuple[int, ...]) -> Shaped[Array, "..."]:
-    return rows.ravel()[: math.prod(shape)].reshape(shape)
+def _joined(
+    first: Shaped[Array, " half"], second: Shaped[Array, " half"], shape: tuple[int, ...]
+) -> Shaped[Array, "..."]:
+    size = math.prod(shape)
+    rest = second[: max(size - first.size, 0)]
+    return jnp.concatenate([first[:size], rest]).reshape(shape)
 
 
 def computed_once(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
