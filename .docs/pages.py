@@ -46,7 +46,6 @@ RESULTS = {
         ),
         *(f"eqx_dp.privacy.sampling_kinds.{name}" for name in ("BallsInBins", "RandomAllocation")),
         *(
-            "eqx_dp.privacy.sampling_kinds.MinSeparation",
             "eqx_dp.privacy.Sampler",
             "eqx_dp.privacy.Composition",
             "eqx_dp.trade_off.TradeOff",
