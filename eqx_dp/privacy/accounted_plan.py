@@ -8,7 +8,6 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from ..expected import expect, real_number, whole_number
-from ..shown import shown
 from ..trade_off import TradeOff
 from .accounting import ROUNDING_DELTA, SENSITIVITY_OF_UNIT_NORM, check_relation
 from .finite_precision import PRECISION_EPSILON, PRECISION_SHARE
@@ -231,8 +230,7 @@ class AccountedPlan:
     @property
     def charged(self) -> float:
         """The part of delta that overflow, finite precision and float64 accounting may cost."""
-        rounding = self.steps * ROUNDING_DELTA
-        return self.delta - self._delta_left(self.steps) + rounding
+        return self.delta - self._delta_left(self.steps) + self.steps * ROUNDING_DELTA
 
     @property
     def _overflow_probability(self) -> float:
@@ -319,8 +317,7 @@ def _kind(sampling_prob: SupportsFloat | None, sampling: Kind | None) -> Kind:
                 "of dp.sampling; found neither: None."
             )
         return Poisson(cast(float, sampling_prob))
-    if not isinstance(cast(object, sampling), Kind):
-        raise ValueError(f"sampling must be one of dp.sampling; found {shown(sampling)}.")
+    expect("sampling", sampling, Kind, "one of dp.sampling")
     if sampling_prob not in (None, sampling.step_prob):
         raise ValueError(
             f"sampling_prob={sampling_prob} and sampling={sampling} disagree: give one of them."

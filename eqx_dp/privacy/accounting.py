@@ -35,8 +35,8 @@ from 1e-5 to 1, intervals from 1e-5 to 1e-3).
 
 def check_relation(relation: object) -> None:
     """Raises a ValueError unless it is one of dp_accounting's relations."""
-    known = ", ".join(f"NeighboringRelation.{one.name}" for one in NeighboringRelation)
-    expect("neighboring_relation", relation, NeighboringRelation, f"one of {known}")
+    known = f"one of NeighboringRelation: {', '.join(NeighboringRelation.__members__)}"
+    expect("neighboring_relation", relation, NeighboringRelation, known)
 
 
 @runtime_checkable
@@ -104,13 +104,7 @@ class Run(NamedTuple):
 
 
 def event_of(run: Run, noise_multiplier: float) -> dp_accounting.DpEvent:
-    """The steps of a run, in dp_accounting's terms; a ValueError where it has none."""
-    if run.bins > 1 or run.is_fixed_size:
-        raise ValueError(
-            "dp_accounting has no event for a random step of each cycle (RandomAllocation, "
-            "BallsInBins), and no tight one for batches of a fixed size (FixedSize). Take "
-            "plan.epsilon, or dp.compose for several releases together."
-        )
+    """The steps of a run of Poisson sampling, in dp_accounting's terms."""
     per_norm_bound = noise_multiplier * SENSITIVITY_OF_UNIT_NORM[run.relation]
     if run.sampling_prob == 1 and run.relation is NeighboringRelation.REPLACE_ONE:
         # Accountants by privacy loss distributions read a bare Gaussian event as two gradients that
@@ -228,7 +222,7 @@ def _losses_of_fixed_size(
     )
     last = math.ceil((removed.connect_dots_bounds().epsilon_upper or 0.0) / interval)
     losses = np.arange(last + 1) * interval
-    above = np.asarray(removed.get_delta_for_epsilon(losses))
+    above = np.asarray(removed.get_delta_for_epsilon(losses.tolist()))
     deltas = np.append((1 - np.exp(-losses) * (1 - above))[:0:-1], above)
     pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -last, last, deltas)
     return pld.PrivacyLossDistribution(pmf)

@@ -12,7 +12,6 @@ from .accounting import LEAST_NOISE, Pairs, Runs, delta_left, epsilon_at, widest
 _LEAST, _MOST = math.log(LEAST_NOISE), math.log(1e15)
 # The intervals of a rough epsilon are this many times as wide, where epsilon is cheap.
 _COARSE = 30.0
-_ROUNDS = 6
 
 
 def least_noise(
@@ -42,9 +41,6 @@ def least_noise(
         width = max(own, times * min(_COARSE * own, budget / 50))
         return epsilon_at(found, left, finished, width)
 
-    def exactly(noise: float) -> float:
-        return epsilon_at(runs(noise), left, finished)
-
     def searched(times: float, start: float, wanted: float) -> float:
         return _root(functools.partial(roughly, times), math.log(start), wanted, tolerance / 20)
 
@@ -58,14 +54,14 @@ def least_noise(
     below = tolerance * min(max(1.0, slope), 100.0)
     aim = budget * (1 - below / 2)
     found = (4 * finer - rough) / 3
-    for _ in range(_ROUNDS):
+    for _ in range(6):
         if not 0 < found < math.inf:
             break
         noise = searched(times, noise, roughly(times, noise) * aim / found)
-        found = exactly(noise)
+        found = epsilon_at(runs(noise), left, finished)
         if budget * (1 - below) <= found <= budget:
             break
-    while exactly(noise) > budget:
+    while epsilon_at(runs(noise), left, finished) > budget:
         noise *= 1 + tolerance / 2
     return noise
 

@@ -81,9 +81,10 @@ class Composition:
         Raises:
             ValueError: the budget is out of reach, or met with hardly any noise.
         """
-        allowed = f"greater than {self._charged:g}, which finite precision is charged"
-        budget = real_number("epsilon", epsilon, lambda real: real > self._charged, allowed)
-        times = least_noise(self._runs, self._left, budget - self._charged, self._pairs)
+        charged = len(self.plans) * PRECISION_EPSILON
+        allowed = f"greater than {charged:g}, which finite precision is charged"
+        budget = real_number("epsilon", epsilon, lambda real: real > charged, allowed)
+        times = least_noise(self._runs, self._left, budget - charged, self._pairs)
         noises = (plan.noise_multiplier * times for plan in self.plans)
         plans = zip(self.plans, noises, strict=True)
         changed = (dataclasses.replace(x, noise_multiplier=noise) for x, noise in plans)
@@ -91,11 +92,8 @@ class Composition:
 
     def epsilon(self) -> float:
         """Epsilon of all releases together, at `delta`; infinite if one has hardly any noise."""
-        return epsilon_at(self._runs(), self._left, self._pairs) + self._charged
-
-    @property
-    def _charged(self) -> float:
-        return len(self.plans) * PRECISION_EPSILON
+        found = epsilon_at(self._runs(), self._left, self._pairs)
+        return found + len(self.plans) * PRECISION_EPSILON
 
     @property
     def _pairs(self) -> Pairs:

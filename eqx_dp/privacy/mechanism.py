@@ -53,9 +53,8 @@ class Mechanism(NamedTuple):
         Starts of `BallsInBins` cost at most one run if all have whole cycles and noise is
         independent (`correlated_noise.md`, part 2).
         """
-        if isinstance(self.sampling, BallsInBins):
-            return self.steps % self.sampling.cycle > 0 or len(self.column()) > 1
-        return False
+        kind, is_correlated = self.sampling, len(self.column()) > 1
+        return isinstance(kind, BallsInBins) and (self.steps % kind.cycle > 0 or is_correlated)
 
     def check(self) -> None:
         """Raises a ValueError unless something accounts for sampling and noise together."""
@@ -112,11 +111,9 @@ class Mechanism(NamedTuple):
                 return ((run, noise_multiplier / math.sqrt(rounds)),)
             case BallsInBins():
                 return self._in_bins(np.array(column), cycle, noise_multiplier)
-            case FixedSize():
+            case _:  # FixedSize
                 run = Run(self.sampling.step_prob, rounds, self.relation, is_fixed_size=True)
                 return ((run, noise_multiplier),)
-            case _:
-                raise AssertionError(self.sampling)
 
     def _in_bins(
         self, column: Float64[np.ndarray, "bands"], cycle: int, noise_multiplier: float
@@ -167,12 +164,13 @@ class Mechanism(NamedTuple):
 
     def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         """The event for dp_accounting; a ValueError where it has none."""
-        if len(reduced := self.reduced(noise_multiplier)) > 1:
+        if not isinstance(self.sampling, Poisson | CyclicPoisson):
             raise ValueError(
-                f"dp_accounting has no event for {type(self.sampling).__name__} with this noise. "
-                "For several releases together take dp.compose, or CyclicPoisson."
+                f"dp_accounting has no tight event for {type(self.sampling).__name__}. Take "
+                "plan.epsilon, or dp.compose for several releases together."
             )
-        return event_of(*reduced[0])
+        ((run, noise),) = self.reduced(noise_multiplier)
+        return event_of(run, noise)
 
     def epsilon(self, noise_multiplier: float, delta: float) -> float:
         """Epsilon at a delta."""

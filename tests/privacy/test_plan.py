@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 import eqx_dp as dp
-from eqx_dp.privacy import OVERFLOW_PROBABILITY, NeighboringRelation, PrivacyPlan
+from eqx_dp.privacy import NeighboringRelation, PrivacyPlan
 from eqx_dp.privacy.finite_precision import PRECISION_EPSILON
+from eqx_dp.privacy.sampling import OVERFLOW_PROBABILITY
 
 ADD_OR_REMOVE_ONE, REPLACE_ONE, REPLACE_SPECIAL = NeighboringRelation
 RELATIONS = list(NeighboringRelation)

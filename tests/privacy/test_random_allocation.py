@@ -113,7 +113,7 @@ def test_allocation_costs_less_than_poisson_and_composes():
         [bins, dp.PrivacyPlan(None, 200, 1.0, 5e-6, sampling=ANEW(100))],
     ):
         assert dp.compose(*plans, delta=1e-5).epsilon() == pytest.approx(ALLOCATED.epsilon(), 1e-3)
-    with pytest.raises(ValueError, match="no event for a random step of each cycle"):
+    with pytest.raises(ValueError, match="no tight event for RandomAllocation"):
         ALLOCATED.event()
 
 
