@@ -46,9 +46,8 @@ RESULTS = {
         ),
         *(f"eqx_dp.privacy.sampling_kinds.{name}" for name in ("BallsInBins", "RandomAllocation")),
         *(
-            "eqx_dp.privacy.sampling_kinds.MinSeparation",
             "eqx_dp.privacy.Sampler",
-            "eqx_dp.privacy.Composition",
+            "eqx_dp.privacy.composition.Composition",
             "eqx_dp.trade_off.TradeOff",
             "eqx_dp.privacy.selection.Tuned",
         ),

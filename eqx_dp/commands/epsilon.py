@@ -79,13 +79,7 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.json:
         rows = [{"steps": step, "epsilon": epsilon} for step, epsilon in spent.items()]
         return json.dumps({"plan": json.loads(plan.to_json()), "spent": rows}, indent=2)
-    confidence, attacks = plan.accounting_confidence, []
-    if confidence == 1:  # by simulation it takes minutes
-        attack = plan.trade_off()
-        attacks = [
-            f"attacks guess right in at most {100 * attack.right:.1f} of 100 cases; Gaussian DP: "
-            f"mu {attack.mu:.3f}, at a distance of {attack.distance:.3f}"
-        ]
+    attack = plan.trade_off()
     rows = [
         (f"{step:,}", f"{step * plan.sampling_prob:.3g}", f"{epsilon:.3f}")
         for step, epsilon in spent.items()
@@ -94,9 +88,9 @@ def run(arguments: argparse.Namespace) -> str:
         *aligned([("steps", "epochs", "epsilon"), *rows]),
         "",
         f"noise multiplier {plan.noise_multiplier:.4g}: epsilon {spent[plan.steps]:.3f}, delta "
-        f"{plan.delta:.3g}, after {plan.steps:,} steps"
-        + (f" (by simulation, with confidence {confidence})" if confidence < 1 else ""),
-        *attacks,
+        f"{plan.delta:.3g}, after {plan.steps:,} steps",
+        f"attacks guess right in at most {100 * attack.right:.1f} of 100 cases; Gaussian DP: "
+        f"mu {attack.mu:.3f}, at a distance of {attack.distance:.3f}",
         f"each {'user' if plan.unit else 'example'} is in a step with probability "
         f"{plan.sampling_prob:.4g} "
         f"({type(plan.sampling).__name__} sampling); neighbors: "

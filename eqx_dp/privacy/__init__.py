@@ -5,7 +5,6 @@ from .accounted_plan import epsilon_beyond as epsilon_beyond
 from .accounting import SENSITIVITY_OF_UNIT_NORM as SENSITIVITY_OF_UNIT_NORM
 from .accounting import NeighboringRelation as NeighboringRelation
 from .accounting import check_relation as check_relation
-from .composition import Composition as Composition
 from .composition import compose as compose
 from .keys import Secret as Secret
 from .keys import checked_secret as checked_secret
@@ -26,7 +25,6 @@ from .noise import no_past as no_past
 from .plan import PrivacyPlan as PrivacyPlan
 from .sample_size import SampleSize as SampleSize
 from .sample_size import Sampling as Sampling
-from .sampling import OVERFLOW_PROBABILITY as OVERFLOW_PROBABILITY
 from .sampling import PoissonSampler as PoissonSampler
 from .sampling import Sampler as Sampler
 from .strategies import Banded as Banded

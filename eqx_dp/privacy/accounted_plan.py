@@ -8,12 +8,11 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from ..expected import expect, real_number, whole_number
-from ..shown import shown
 from ..trade_off import TradeOff
 from .accounting import ROUNDING_DELTA, SENSITIVITY_OF_UNIT_NORM, check_relation
 from .finite_precision import PRECISION_EPSILON, PRECISION_SHARE
 from .mechanism import Mechanism
-from .plan_json import fields_of, written
+from .plan_json import read, written
 from .sampling import OVERFLOW_PROBABILITY
 from .sampling_kinds import Kind, Poisson
 from .selection import Tuned
@@ -108,14 +107,14 @@ class AccountedPlan:
 
         Returns:
             The plan. Its noise multiplier is at most 1.0002 times the least that keeps to the
-            budget; 1.01 times where delta is less than some 10 times what float64 may lose of it,
-            and 1.001 times where epsilon is no privacy loss distribution's.
+            budget; 1.01 times where delta is less than some 10 times what float64 may lose of it.
 
         Raises:
-            ValueError: If epsilon is not a finite number above 0, another argument is refused as
+            ValueError: If epsilon is not a finite number above 5e-5, another argument is refused as
                 for the plan itself, the budget cannot be met, or hardly any noise meets it.
         """
-        budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
+        allowed = f"greater than {PRECISION_EPSILON:g}, which finite precision is charged"
+        budget = real_number("epsilon", epsilon, lambda real: real > PRECISION_EPSILON, allowed)
         if (epochs is None) == (steps is None):
             raise ValueError(f"steps must be given, or epochs; found {steps=} and {epochs=}.")
         if epochs is not None:
@@ -126,11 +125,6 @@ class AccountedPlan:
             steps = math.ceil(passes / (kind.step_prob * cycle) - 1e-6) * cycle
         extras: Any = {"sampling": sampling, "noise": noise, "unit": unit}
         draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation, **extras)
-        if budget <= PRECISION_EPSILON:
-            raise ValueError(
-                f"epsilon {budget:g} is out of reach: finite precision alone is charged "
-                f"{PRECISION_EPSILON:g}. Take a larger epsilon."
-            )
         multiplier = draft.mechanism().least_noise(draft._delta_left(draft.steps), budget)
         return dataclasses.replace(draft, noise_multiplier=multiplier)
 
@@ -236,13 +230,7 @@ class AccountedPlan:
     @property
     def charged(self) -> float:
         """The part of delta that overflow, finite precision and float64 accounting may cost."""
-        rounding = self.steps * ROUNDING_DELTA
-        return self.delta - self._delta_left(self.steps) + rounding
-
-    @property
-    def accounting_confidence(self) -> float:
-        """The confidence in `epsilon`: 1, or 1 - 1e-6 where Monte Carlo accounts for the plan."""
-        return self.mechanism().confidence
+        return self.delta - self._delta_left(self.steps) + self.steps * ROUNDING_DELTA
 
     @property
     def _overflow_probability(self) -> float:
@@ -273,9 +261,9 @@ class AccountedPlan:
 
         Raises:
             ValueError: If the text is not JSON of this format and version, a key is unknown,
-                missing or there twice, or a value is refused as for the plan itself.
+                or a value is missing or refused as for the plan itself.
         """
-        return cls(**fields_of(text))
+        return read(cls, text)
 
     def _delta_left(self, steps: int) -> float:
         """What is left of delta for accounting."""
@@ -329,8 +317,7 @@ def _kind(sampling_prob: SupportsFloat | None, sampling: Kind | None) -> Kind:
                 "of dp.sampling; found neither: None."
             )
         return Poisson(cast(float, sampling_prob))
-    if not isinstance(cast(object, sampling), Kind):
-        raise ValueError(f"sampling must be one of dp.sampling; found {shown(sampling)}.")
+    expect("sampling", sampling, Kind, "one of dp.sampling")
     if sampling_prob not in (None, sampling.step_prob):
         raise ValueError(
             f"sampling_prob={sampling_prob} and sampling={sampling} disagree: give one of them."

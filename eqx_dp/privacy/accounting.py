@@ -5,9 +5,11 @@ import math
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import dp_accounting
+import numpy as np
 from dp_accounting import NeighboringRelation
-from dp_accounting.pld import common
+from dp_accounting.pld import common, pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as pld
+from dp_accounting.pld import privacy_loss_mechanism as losses_of_noise
 
 from ..expected import expect
 from . import random_allocation
@@ -33,8 +35,8 @@ from 1e-5 to 1, intervals from 1e-5 to 1e-3).
 
 def check_relation(relation: object) -> None:
     """Raises a ValueError unless it is one of dp_accounting's relations."""
-    known = ", ".join(f"NeighboringRelation.{one.name}" for one in NeighboringRelation)
-    expect("neighboring_relation", relation, NeighboringRelation, f"one of {known}")
+    known = f"one of NeighboringRelation: {', '.join(NeighboringRelation.__members__)}"
+    expect("neighboring_relation", relation, NeighboringRelation, known)
 
 
 @runtime_checkable
@@ -91,23 +93,18 @@ class Run(NamedTuple):
         relation: which data sets are neighbors.
         bins: above 1, each of the `steps` is a cycle of so many, and an example takes part in one
             of them, drawn at random (`random_allocation.py`).
+        is_fixed_size: whether a step takes a fixed number of examples.
     """
 
     sampling_prob: float
     steps: int
     relation: NeighboringRelation
     bins: int = 1
+    is_fixed_size: bool = False
 
 
 def event_of(run: Run, noise_multiplier: float) -> dp_accounting.DpEvent:
-    """The steps of a run, in dp_accounting's terms; a ValueError where it has none."""
-    if run.steps == 0:
-        return dp_accounting.NoOpDpEvent()
-    if run.bins > 1:
-        raise ValueError(
-            "dp_accounting has no event for a random step of each cycle (RandomAllocation, "
-            "BallsInBins). Take plan.epsilon, or dp.compose for several releases together."
-        )
+    """The steps of a run of Poisson sampling, in dp_accounting's terms."""
     per_norm_bound = noise_multiplier * SENSITIVITY_OF_UNIT_NORM[run.relation]
     if run.sampling_prob == 1 and run.relation is NeighboringRelation.REPLACE_ONE:
         # Accountants by privacy loss distributions read a bare Gaussian event as two gradients that
@@ -139,12 +136,12 @@ Pairs = tuple[tuple[float, float], ...]
 @functools.lru_cache(maxsize=4096)
 def epsilon_of(runs: Runs, delta: float) -> float:
     """Epsilon of runs, at delta less what float64 may lose of it; infinite if nothing is left."""
-    return epsilon_at(runs, delta_left(runs, delta))
+    return epsilon_at(runs, delta_left(runs, delta), ())
 
 
 @functools.lru_cache(maxsize=64)
 def epsilon_at(
-    runs: Runs, left: float, interval: float | None = None, finished: Pairs = ()
+    runs: Runs, left: float, finished: Pairs = (), interval: float | None = None
 ) -> float:
     """Epsilon at a discretization: that of PLDAccountant for `event_of`, where there is one.
 
@@ -152,7 +149,7 @@ def epsilon_at(
     """
     if left <= 0 or any(noise < LEAST_NOISE for _, noise in runs):
         return math.inf
-    width = interval or max([1e-4, *(discretization(*run) for run in runs)])
+    width = interval or widest(runs)
     if max([width, *(epsilon for epsilon, _ in finished)]) > WIDEST_INTERVAL:
         return math.inf
     together = [losses_of(*run, width) for run in runs]
@@ -191,12 +188,49 @@ def _losses_of_step(
     """Privacy losses of one step, sampled or not, or of one cycle."""
     if step.bins > 1:
         return random_allocation.losses(step.bins, noise_multiplier, interval)
+    if step.is_fixed_size:
+        return _losses_of_fixed_size(step.sampling_prob, noise_multiplier, interval)
     return pld.from_gaussian_mechanism(
         noise_multiplier * SENSITIVITY_OF_UNIT_NORM[step.relation],
         value_discretization_interval=interval,
         sampling_prob=step.sampling_prob,
         neighboring_relation=step.relation,
     )
+
+
+def _losses_of_fixed_size(
+    share: float, noise_multiplier: float, interval: float
+) -> pld.PrivacyLossDistribution:
+    """Privacy losses of a step that takes a share of the examples, where one replaces another.
+
+    **Guarantee.** They dominate those of the step, in both directions, so that they compose.
+
+    *Proof.* Let g be delta of the Gaussian mechanism that moves by the sensitivity, a function of
+    epsilon. Of a batch drawn without replacement delta at epsilon >= 0 is at most share x
+    g(log(1 + (e^epsilon - 1) / share)) (Balle et al. 2018, arXiv 1807.01647, theorem 9): delta of a
+    Poisson sampled Gaussian mechanism where an example is removed. Delta of two distributions at
+    -epsilon is 1 - e^-epsilon + e^-epsilon delta', where delta' is that of the same two in the
+    other order at epsilon; and replacement is symmetric. So delta is bounded at all epsilons by
+    that of one pair of distributions (Zhu et al. 2022, arXiv 2106.08567, theorem 11), and pairs
+    that dominate compose (theorem 10). Between points of the grid chords lie above (Doroshenko et
+    al. 2022). QED
+    """
+    removed = losses_of_noise.GaussianPrivacyLoss(
+        noise_multiplier,
+        sampling_prob=share,
+        adjacency_type=losses_of_noise.AdjacencyType.REMOVE,
+    )
+    last = math.ceil((removed.connect_dots_bounds().epsilon_upper or 0.0) / interval)
+    losses = np.arange(last + 1) * interval
+    above = np.asarray(removed.get_delta_for_epsilon(losses.tolist()))
+    deltas = np.append((1 - np.exp(-losses) * (1 - above))[:0:-1], above)
+    pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -last, last, deltas)
+    return pld.PrivacyLossDistribution(pmf)
+
+
+def widest(runs: Runs) -> float:
+    """The width of the intervals for several runs."""
+    return max([1e-4, *(discretization(*run) for run in runs)])
 
 
 def discretization(run: Run, noise_multiplier: float) -> float:

@@ -9,7 +9,7 @@ from typing import SupportsFloat
 import dp_accounting
 
 from ..expected import expect, real_number
-from .accounting import Pairs, epsilon_at
+from .accounting import Pairs, Runs, epsilon_at
 from .calibration import least_noise
 from .finite_precision import PRECISION_EPSILON
 from .plan import PrivacyPlan
@@ -56,13 +56,6 @@ class Composition:
                 f"delta must exceed {self.delta - self._left:.3g}, what overflow and finite "
                 f"precision of these plans may cost; found {self.delta:g}."
             )
-        for plan in self.plans:
-            if not plan.mechanism().reduced():
-                raise ValueError(
-                    f"plans of {type(plan.sampling).__name__} have no privacy loss distribution, "
-                    "and cannot be composed. Take Poisson, CyclicPoisson, RandomAllocation or "
-                    "BallsInBins."
-                )
 
     @property
     def _left(self) -> float:
@@ -88,23 +81,30 @@ class Composition:
         Raises:
             ValueError: the budget is out of reach, or met with hardly any noise.
         """
-        budget = real_number("epsilon", epsilon, lambda real: real > 0, "greater than 0")
-
-        def scaled(times: float) -> Composition:
-            noises = (plan.noise_multiplier * times for plan in self.plans)
-            plans = zip(self.plans, noises, strict=True)
-            changed = (dataclasses.replace(x, noise_multiplier=noise) for x, noise in plans)
-            return dataclasses.replace(self, plans=tuple(changed))
-
-        return scaled(least_noise(lambda times: scaled(times).epsilon(), budget, 1e-3))
+        charged = len(self.plans) * PRECISION_EPSILON
+        allowed = f"greater than {charged:g}, which finite precision is charged"
+        budget = real_number("epsilon", epsilon, lambda real: real > charged, allowed)
+        times = least_noise(self._runs, self._left, budget - charged, self._pairs)
+        noises = (plan.noise_multiplier * times for plan in self.plans)
+        plans = zip(self.plans, noises, strict=True)
+        changed = (dataclasses.replace(x, noise_multiplier=noise) for x, noise in plans)
+        return dataclasses.replace(self, plans=tuple(changed))
 
     def epsilon(self) -> float:
         """Epsilon of all releases together, at `delta`; infinite if one has hardly any noise."""
-        reduced = [plan.mechanism().reduced(plan.noise_multiplier) for plan in self.plans]
-        runs = tuple(itertools.chain.from_iterable(reduced))
-        pairs = *self.finished, *((one.epsilon(), one.delta) for one in self.tuned)
-        found = epsilon_at(runs, self._left, finished=pairs)
+        found = epsilon_at(self._runs(), self._left, self._pairs)
         return found + len(self.plans) * PRECISION_EPSILON
+
+    @property
+    def _pairs(self) -> Pairs:
+        """What is known of releases without a plan."""
+        return *self.finished, *((one.epsilon(), one.delta) for one in self.tuned)
+
+    def _runs(self, times: float = 1.0) -> Runs:
+        """Those of all plans, with so many times their noise."""
+        noises = [times * plan.noise_multiplier for plan in self.plans]
+        reduced = (x.mechanism().reduced(n) for x, n in zip(self.plans, noises, strict=True))
+        return tuple(itertools.chain.from_iterable(reduced))
 
 
 def compose(*releases: Release, delta: SupportsFloat | None = None) -> Composition:
@@ -116,19 +116,16 @@ def compose(*releases: Release, delta: SupportsFloat | None = None) -> Compositi
     ```
 
     Args:
-        *releases: plans with one neighboring relation and one unit (all of users, or none), of
-            kinds that have a privacy loss distribution: neither `FixedSize` nor `MinSeparation`.
-            Also `plan.tuned(...)`, of any kind; and (epsilon, delta) of a finished release, for the
-            same neighbors, such as a plan without a distribution: `(plan.epsilon(), plan.delta)`.
+        *releases: plans with one neighboring relation and one unit (all of users, or none). Also
+            `plan.tuned(...)`, and (epsilon, delta) of a finished release, for the same neighbors.
         delta: of all together; by default the sum of theirs.
 
     Returns:
         A [`Composition`][].
 
     Raises:
-        ValueError: `releases` holds something else, plans of several relations or units, or one
-            without a distribution; `delta` is out of its range, or less than overflow and precision
-            cost.
+        ValueError: `releases` holds something else, or plans of several relations or units;
+            `delta` is out of its range, or less than overflow and precision cost.
     """
     plans, tuned, pairs = list[PrivacyPlan](), list[Tuned](), list[tuple[float, float]]()
     allowed = "plans, plan.tuned(...), or pairs of epsilon and delta"

@@ -1,7 +1,7 @@
 """What finite precision costs: what a plan charges for it."""
 
 import math
-from typing import Any, SupportsFloat, cast
+from typing import Any, SupportsFloat
 
 import jax
 import numpy as np
@@ -63,14 +63,11 @@ def within_charge(
                 "or take fewer steps."
             )
 
-    def init(params: optax.Params) -> optax.OptState:
-        check(params)
-        return privatizer.init(params)
+    def checked(function: Any) -> Any:
+        def call(tree: Any, *rest: Any, **options: Any) -> Any:
+            check(tree)
+            return function(tree, *rest, **options)
 
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
-        check(updates)
-        return privatizer.update(updates, state, params)
+        return call
 
-    return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
+    return optax.GradientTransformation(checked(privatizer.init), checked(privatizer.update))

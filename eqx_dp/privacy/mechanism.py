@@ -1,28 +1,18 @@
 """The mechanism of a plan: its sampling and its noise, and what accounts for the two together."""
 
-import functools
 import math
 from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
-from dp_accounting.rdp import RdpAccountant
 from jaxtyping import Float64
 from scipy import signal
 
-from . import monte_carlo
-from .accounting import LEAST_NOISE, Run, Runs, epsilon_of, event_of
-from .calibration import least_noise, least_noise_of
-from .sampling_kinds import (
-    BallsInBins,
-    CyclicPoisson,
-    FixedSize,
-    Kind,
-    MinSeparation,
-    Poisson,
-    RandomAllocation,
-)
+from .accounting import LEAST_NOISE, Run, Runs, delta_left, epsilon_of, event_of
+from .calibration import least_noise
+from .finite_precision import PRECISION_EPSILON
+from .sampling_kinds import BallsInBins, CyclicPoisson, FixedSize, Kind, Poisson, RandomAllocation
 from .strategies import Banded
 
 
@@ -34,11 +24,10 @@ class Mechanism(NamedTuple):
     | `Poisson` | independent | privacy loss distribution of a step, composed |
     | `CyclicPoisson`, C of at most `cycle` bands | any | the same, of a cycle (arXiv 2306.08153) |
     | `CyclicPoisson`, C with more | `Banded` | one Gaussian mechanism of `Banded.sensitivity` |
-    | `FixedSize` | independent | Renyi divergences (`REPLACE_ONE` alone) |
+    | `FixedSize` | independent | the same, symmetric (`REPLACE_ONE` alone) |
     | `RandomAllocation` | independent | the distribution of a cycle (`random_allocation.py`) |
     | `BallsInBins` | independent | the same, of one cycle with the noise / sqrt(cycles) |
-    | `BallsInBins` | `Banded` | the less of a distribution (`_in_bins`) and Monte Carlo |
-    | `MinSeparation` | any | Monte Carlo |
+    | `BallsInBins` | `Banded` | the same, of two that cost more (`_in_bins`) |
 
     Attributes:
         sampling: how batches are drawn.
@@ -61,30 +50,20 @@ class Mechanism(NamedTuple):
     def is_one_start(self) -> bool:
         """Whether all steps must be taken by one start.
 
-        Examples keep a distance over the whole run, and another start does not know when an example
-        took part last. Starts of `BallsInBins` cost at most one run if all have whole cycles and
-        noise is independent (`correlated_noise.md`, part 2).
+        Starts of `BallsInBins` cost at most one run if all have whole cycles and noise is
+        independent (`correlated_noise.md`, part 2).
         """
-        if isinstance(self.sampling, BallsInBins):
-            return self.steps % self.sampling.cycle > 0 or len(self.column()) > 1
-        return isinstance(self.sampling, MinSeparation)
-
-    @property
-    def confidence(self) -> float:
-        """In `epsilon`: below 1 where it comes from random draws."""
-        is_correlated = isinstance(self.sampling, BallsInBins) and len(self.column()) > 1
-        is_by_samples = is_correlated or isinstance(self.sampling, MinSeparation)
-        return monte_carlo.CONFIDENCE if is_by_samples else 1.0
+        kind, is_correlated = self.sampling, len(self.column()) > 1
+        return isinstance(kind, BallsInBins) and (self.steps % kind.cycle > 0 or is_correlated)
 
     def check(self) -> None:
         """Raises a ValueError unless something accounts for sampling and noise together."""
         sampling, name, bands = self.sampling, type(self.sampling).__name__, len(self.column())
-        is_free = isinstance(sampling, Poisson | FixedSize | RandomAllocation)
-        if bands > (1 if is_free else getattr(sampling, "separation", bands)):
+        if bands > 1 and not isinstance(sampling, CyclicPoisson | BallsInBins):
             raise ValueError(
                 f"nothing accounts for correlated noise of {bands} bands with {sampling}: an "
                 "example may take part again before all of them have passed. Take dp.sampling."
-                "CyclicPoisson, BallsInBins, or MinSeparation and band_mf(separation, steps)."
+                "CyclicPoisson or BallsInBins."
             )
         if (whole := self.counted(self.steps)) != self.steps:
             raise ValueError(
@@ -111,7 +90,7 @@ class Mechanism(NamedTuple):
     def reduced(self, noise_multiplier: float = 1.0) -> Runs:
         """Runs with a privacy loss distribution, which together cost as much or more.
 
-        None of them where nothing is known. It has at least one step.
+        There is at least one step.
         """
         column, cycle = self.column(), getattr(self.sampling, "cycle", 1)
         rounds = -(-self.steps // cycle)
@@ -132,15 +111,17 @@ class Mechanism(NamedTuple):
                 return ((run, noise_multiplier / math.sqrt(rounds)),)
             case BallsInBins():
                 return self._in_bins(np.array(column), cycle, noise_multiplier)
-            case _:
-                return ()
+            case _:  # FixedSize
+                run = Run(self.sampling.step_prob, rounds, self.relation, is_fixed_size=True)
+                return ((run, noise_multiplier),)
 
     def _in_bins(
         self, column: Float64[np.ndarray, "bands"], cycle: int, noise_multiplier: float
     ) -> Runs:
         """Runs that cost at least as much as `BallsInBins` with correlated noise.
 
-        One example, in bin i, moves what is released by a mode m_i at most (`monte_carlo.py`).
+        One example, in bin i, moves what is released by a mode m_i at most, C times the indicator
+        of the bin's steps (Choquette-Choo et al. 2024, arXiv 2410.06266; C is not negative).
         The density of the mixture of all modes to no mode is, under the latter,
 
             X = mean over i of exp(v_i - G_ii / 2),  v normal with the covariances G,
@@ -183,17 +164,13 @@ class Mechanism(NamedTuple):
 
     def event(self, noise_multiplier: float) -> dp_accounting.DpEvent:
         """The event for dp_accounting; a ValueError where it has none."""
-        if len(reduced := self.reduced(noise_multiplier)) == 1:
-            return event_of(*reduced[0])
-        if not isinstance(self.sampling, FixedSize):
+        if not isinstance(self.sampling, Poisson | CyclicPoisson):
             raise ValueError(
-                f"dp_accounting has no event for {type(self.sampling).__name__} with this noise. "
-                "For several releases together take dp.compose, or CyclicPoisson."
+                f"dp_accounting has no tight event for {type(self.sampling).__name__}. Take "
+                "plan.epsilon, or dp.compose for several releases together."
             )
-        gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
-        sizes = self.sampling.num_examples, self.sampling.batch_size
-        step = dp_accounting.SampledWithoutReplacementDpEvent(*sizes, gaussian)
-        return dp_accounting.SelfComposedDpEvent(step, self.steps)
+        ((run, noise),) = self.reduced(noise_multiplier)
+        return event_of(run, noise)
 
     def epsilon(self, noise_multiplier: float, delta: float) -> float:
         """Epsilon at a delta."""
@@ -201,19 +178,9 @@ class Mechanism(NamedTuple):
             return 0.0
         if noise_multiplier < LEAST_NOISE:
             return math.inf
-        if isinstance(self.sampling, FixedSize):
-            accountant = RdpAccountant(neighboring_relation=self.relation)
-            return float(accountant.compose(self.event(noise_multiplier)).get_epsilon(delta))
-        runs = self.reduced(noise_multiplier)
-        found = epsilon_of(runs, delta) if runs else math.inf
-        if self.confidence == 1:
-            return found
-        run = self.sampling, self.column(), self.steps
-        return min(found, monte_carlo.epsilon(*run, noise_multiplier, delta))
+        return epsilon_of(self.reduced(noise_multiplier), delta)
 
     def least_noise(self, delta: float, budget: float) -> float:
         """The least noise multiplier that keeps to a budget of epsilon: see `calibrate`."""
-        if len(reduced := self.reduced()) == 1 and self.confidence == 1:
-            ((run, noise),) = reduced
-            return least_noise_of(run, delta, budget) / noise
-        return least_noise(functools.partial(self.epsilon, delta=delta), budget, 1e-3)
+        left = delta_left(self.reduced(), delta)
+        return least_noise(self.reduced, left, budget - PRECISION_EPSILON)

@@ -29,8 +29,7 @@ class Sampler:
     Without `seed` the sampler draws 256 random bits from the operating system, and stores them
     nowhere else. A batch is a pure function of `(seed, num_examples, kind, step)`, by SHAKE256
     (FIPS 202). Without the seed nobody can tell the numbers behind a batch from random ones, as far
-    as anybody knows. Any step is drawn without those before it (`dp.sampling.MinSeparation` draws
-    them again).
+    as anybody knows. Any step is drawn without those before it.
 
     A batch holds its examples in random order. If one more example is drawn, it takes any place,
     and what was there becomes the last: all others keep their slots. So the sum of their gradients

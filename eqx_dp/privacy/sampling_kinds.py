@@ -8,7 +8,6 @@ amplification holds for one example whatever the others do.
 import dataclasses
 import functools
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
@@ -28,7 +27,6 @@ Places = Int64[np.ndarray, "drawn"]
 Draw = Callable[[int], Places]
 """The examples of a step."""
 
-_REMEMBERED = 64  # steps, for threads that do not ask in order
 _AT_ONCE = 2**20  # numbers
 _PROBABILITY = "greater than 0 and at most 1 (the probability that an example is drawn in a step)"
 
@@ -160,9 +158,9 @@ class FixedSize(Kind):
     """Every step takes the same number of examples: a uniformly random set, without replacement.
 
     It buys batches without padding (on one host, or where hosts share their examples). It costs
-    noise: dp_accounting knows a bound by Renyi divergences alone (Wang et al. 2019, arXiv
-    1808.00087, theorem 27), and only where one example replaces another, which moves the sum by two
-    clip norms.
+    noise: it is accounted for only where one example replaces another, which moves the sum by two
+    clip norms (by a privacy loss distribution, after Balle et al. 2018, arXiv 1807.01647, theorem
+    9, and Zhu et al. 2022, arXiv 2106.08567, theorem 11).
 
     | case | what happens |
     |---|---|
@@ -247,8 +245,7 @@ class BallsInBins(Bins):
     So each example takes part once in every `cycle` steps, in the same place of each cycle. It buys
     amplification for correlated noise of any number of bands (Choquette-Choo et al. 2024, arXiv
     2410.06266), and steady use of the data. With independent noise it is accounted for like
-    `RandomAllocation`. With correlated noise epsilon is the less of two bounds: by Monte Carlo,
-    with a stated confidence, and by a distribution, up to a third larger, which `compose` takes.
+    `RandomAllocation`. With correlated noise epsilon is a bound, up to a third above the truth.
 
     | case | what happens |
     |---|---|
@@ -291,79 +288,12 @@ class RandomAllocation(Bins):
     are_drawn_anew = True
 
 
-@dataclasses.dataclass(frozen=True)
-class MinSeparation(Kind):
-    """Poisson sampling of those examples that took part in none of the last `separation` - 1 steps.
-
-    It buys more amplification for correlated noise of up to `separation` bands than
-    `CyclicPoisson`, because an example may take part in any step (b-min-sep sampling, arXiv
-    2602.09338). It costs accounting by Monte Carlo, which takes minutes.
-
-    The run starts warm: before step 0, each example is in the state that it would have after many
-    steps. It is free with probability 1 / (1 + (`separation` - 1) `sampling_prob`), and else it
-    took part in one of the `separation` - 1 steps before, each as likely as the others. So all
-    batches have one distribution of sizes.
-
-    | case | what happens |
-    |---|---|
-    | `separation` is 1 | the same as `Poisson` |
-    | `sampling_prob` is 1 | each example takes part every `separation` steps: as `BallsInBins` |
-    | an example is cut from a batch that overflows | it waits as if it had taken part |
-    | a step is drawn without those before it | they are drawn again: some 20 us a step |
-    | `num_examples` is large | 8 bytes an example on each host |
-
-    Args:
-        sampling_prob: The probability for an example that is free, in (0, 1].
-        separation: The fewest steps from one step of an example to its next, from 1 to 2**53.
-
-    Raises:
-        ValueError: If an argument has the wrong type or is out of its range.
-    """
-
-    sampling_prob: float
-    separation: int
-
-    @property
-    def step_prob(self) -> float:
-        """`sampling_prob` / (1 + (`separation` - 1) `sampling_prob`)."""
-        return self.sampling_prob / (1 + (self.separation - 1) * self.sampling_prob)
-
-    def draws(self, num_examples: int, numbers: Numbers) -> Draw:
-        """See `Kind`."""
-        free_from, following = self._start(num_examples, numbers), 0
-        lock, recent = threading.Lock(), dict[int, Places]()
-
-        def draw(step: int) -> Places:
-            nonlocal free_from, following
-            with lock:
-                if step < following and step not in recent:
-                    free_from, following = self._start(num_examples, numbers), 0
-                    recent.clear()
-                for now in range(following, step + 1):
-                    drawn = _poisson(num_examples, self.sampling_prob, numbers, now)
-                    recent[now] = drawn = drawn[free_from[drawn] <= now]
-                    free_from[drawn] = now + self.separation
-                    recent.pop(now - _REMEMBERED, None)
-                following = max(following, step + 1)
-                return recent[step]
-
-        return draw
-
-    def _start(self, num_examples: int, numbers: Numbers) -> Int64[np.ndarray, "num_examples"]:
-        """The first step in which each example is free."""
-        uniform = _in_blocks(num_examples, "start", numbers) * 2.0**-64
-        # Free with probability step_prob / sampling_prob, else step_prob for each number of steps.
-        waits = np.ceil(uniform / self.step_prob - 1 / self.sampling_prob)
-        return np.clip(waits, 0, self.separation - 1).astype(np.int64)
-
-
 KINDS: dict[str, type[Kind]] = {
     "poisson": Poisson,
     "cyclic_poisson": CyclicPoisson,
     "fixed_size": FixedSize,
     "balls_in_bins": BallsInBins,
     "random_allocation": RandomAllocation,
-    "min_separation": MinSeparation,
 }
 
 

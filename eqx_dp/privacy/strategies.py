@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat, SupportsIndex, cast
 
 import numpy as np
 from jaxtyping import Float64
-from scipy import optimize, signal
+from scipy import signal
 
 from ..expected import entries, flag, real_number, whole_number
 from ..extras import extra
@@ -51,7 +51,6 @@ class Banded:
     |---|---|
     | `Banded.lambda_cgd(x)` (arXiv 2601.22334) | noising 1, -x |
     | `Banded.bisr(bands)` (arXiv 2505.12128) | noising (1 - x)^(1/2): 1, -1/2, -1/8, -1/16 ... |
-    | `Banded.band_inv_mf(bands, steps, separation)` (the same) | noising, searched: least error |
     | `Banded.band_mf(bands, steps)` (arXiv 2405.15913) | strategy, searched by jax_privacy |
     | `Banded((1.0,))` | independent noise |
 
@@ -92,35 +91,6 @@ class Banded:
         for k in range(1, count):
             found.append(found[-1] * (2 * k - 3) / (2 * k))
         return cls(found, keep=keep)
-
-    @classmethod
-    def band_inv_mf(
-        cls,
-        bands: SupportsIndex,
-        steps: SupportsIndex,
-        separation: SupportsIndex,
-        keep: bool = False,
-    ) -> "Banded":
-        """The strategy of least error for so many steps, searched from `bisr` on (Nelder-Mead).
-
-        Args:
-            bands: numbers in `noising`.
-            steps: of the run.
-            separation: an example takes part at most once in so many steps (the cycle).
-            keep: as for `Banded`.
-        """
-        start = cls.bisr(bands, keep)
-        if len(start.noising) == 1:
-            return start
-
-        def error(rest: Sequence[float]) -> float:
-            try:
-                return cls((1.0, *rest)).rmse(steps, separation)
-            except ValueError:  # not a strategy
-                return math.inf
-
-        found = cast(Any, optimize).minimize(error, start.noising[1:], method="Nelder-Mead")
-        return cls((1.0, *min(start.noising[1:], found.x, key=error)), keep=keep)
 
     @classmethod
     def band_mf(cls, bands: SupportsIndex, steps: SupportsIndex) -> "Banded":
@@ -197,10 +167,6 @@ class Banded:
         """Root mean square of the noise in sums of the first 1, 2, ... steps; z of variance 1."""
         kept = np.cumsum(self.weights(steps))
         return float(np.sqrt(np.cumsum(kept**2).mean()))
-
-    def rmse(self, steps: SupportsIndex, separation: SupportsIndex) -> float:
-        """`error`, where the standard deviation of z is the `sensitivity`: at equal privacy."""
-        return self.error(steps) * self.sensitivity(steps, separation)
 
 
 @functools.lru_cache(maxsize=64)

@@ -203,16 +203,11 @@ def _checked_users(users: Any, num_users: int | None) -> Int64[np.ndarray, " row
     """The users of all rows, or a ValueError."""
     expect("user_of_example", users, (np.ndarray, jax.Array), "an array, with one user a row")
     found = np.asarray(users)
-    if found.ndim > 1:
-        raise ValueError(
-            f"user_of_example must name one user a row; found {shown(users)}. Rows of several "
-            "owners are refused: how many rows bear on a user would depend on other users (see "
-            "dp.Users). Leave such rows out, or give each to the one owner to be protected."
-        )
-    if found.ndim == 0 or found.dtype.kind not in "iu" or not found.size:
+    if found.ndim != 1 or found.dtype.kind not in "iu" or not found.size:
         raise ValueError(
             "user_of_example must hold whole numbers, one a row, and at least one row; found "
-            f"{shown(users)}. Of names: np.unique(names, return_inverse=True)[1]."
+            f"{shown(users)}. Of names: np.unique(names, return_inverse=True)[1]. Rows of several "
+            "owners are refused (see dp.Users): leave them out, or name the one to be protected."
         )
     most = 2**53 if num_users is None else num_users
     if found.min() < 0 or found.max() >= most:

@@ -47,9 +47,6 @@ def page_of(directory: Path) -> str:
         "one_in": f"{1 / delta:,.0f}",
         "examples": f"{newest['num_examples']:,}",
         "example": "all rows of one user" if run.plan.unit else "one row of the training data",
-        "simulated": f"Epsilon is by simulation, a bound with confidence {confidence}."
-        if (confidence := run.plan.accounting_confidence) < 1
-        else "",
         "changed": changed,
         "other": other,
         "released": f"{run.released:,}",

@@ -87,13 +87,7 @@ class EpsilonAhead:
         self._coming: dict[int, Future[float]] = {}
 
     def of(self, step: int) -> float:
-        """Epsilon of `step` steps, by `epsilon_beyond`.
-
-        Where Monte Carlo accounts for the plan it is that of all of the plan's steps, which is
-        more: each number of steps may take a minute, and this one is computed once.
-        """
-        if self._plan.accounting_confidence < 1:
-            return epsilon_beyond(self._plan, max(step, self._plan.steps))
+        """Epsilon of `step` steps, by `epsilon_beyond`."""
         coming = step
         for _ in range(3):  # this one, and the next two
             if coming not in self._coming:

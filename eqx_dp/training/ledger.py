@@ -130,8 +130,8 @@ def statement(
         *([] if is_certified else ["that noise is not certified: it is no exact Gaussian"]),
     ]
     more: dict[str, float] = {}
-    # Samples would take minutes; beyond the plan's steps epsilon alone is stated.
-    if plan.accounting_confidence == 1 and math.isfinite(figure) and steps <= plan.steps:
+    # Beyond the plan's steps epsilon alone is stated.
+    if math.isfinite(figure) and steps <= plan.steps:
         attack = plan.trade_off(steps)
         more = {"advantage": attack.advantage, "mu": attack.mu, "mu_distance": attack.distance}
     return {
@@ -140,7 +140,6 @@ def statement(
         "epsilon": figure if math.isfinite(figure) else str(figure),
         "delta": plan.delta,
         **more,
-        "accounting_confidence": plan.accounting_confidence,
         "steps_released": steps,
         "plan": json.loads(plan.to_json()),
         "num_examples": starts[-1]["num_examples"],

@@ -168,7 +168,6 @@ def _statement(privacy: str | os.PathLike[str] | PrivacyPlan) -> dict[str, Any]:
             "steps_released": privacy.steps,
             "epsilon": privacy.epsilon(),
             "delta": privacy.delta,
-            "accounting_confidence": privacy.accounting_confidence,
         }
     path = expected.directory("privacy", privacy)
     entries = entries_in(path)

@@ -53,9 +53,7 @@ class Trainer(Generic[Model]):
     start took. Before a block of steps (up to the next checkpoint) a start records the block, so a
     killed process counts its unsaved steps as released: at most `save_every` of them, and as many
     again if it was still writing a checkpoint. All starts together take at most the plan's steps.
-    `privacy.json` states epsilon of all of them. (Where Monte Carlo accounts for the plan, a figure
-    takes up to a minute. While a run is under way, epsilon of all of the plan's steps is shown and
-    stated, which is more; at the end, that of the steps that were taken.)
+    `privacy.json` states epsilon of all of them.
 
     **Without a directory** there is no ledger: each `run` starts from the beginning, with fresh
     randomness (or that of the seed and the number of the run of this object), and is a separate

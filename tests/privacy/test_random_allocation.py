@@ -107,14 +107,13 @@ def test_allocation_costs_less_than_poisson_and_composes():
     assert ALLOCATED.epsilon() < dp.PrivacyPlan(0.01, 300, 1.0, 1e-5).epsilon()
     assert ALLOCATED.epsilon(1) == pytest.approx(ALLOCATED.epsilon(100), 1e-5)
     assert ALLOCATED.epsilon(101) > 1.1 * ALLOCATED.epsilon(100)
-    assert ALLOCATED.accounting_confidence == 1
     bins = dp.PrivacyPlan(None, 100, 1.0, 5e-6, sampling=BINS(100))
     for plans in (
         [bins, bins, bins],
         [bins, dp.PrivacyPlan(None, 200, 1.0, 5e-6, sampling=ANEW(100))],
     ):
         assert dp.compose(*plans, delta=1e-5).epsilon() == pytest.approx(ALLOCATED.epsilon(), 1e-3)
-    with pytest.raises(ValueError, match="no event for a random step of each cycle"):
+    with pytest.raises(ValueError, match="no tight event for RandomAllocation"):
         ALLOCATED.event()
 
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from eqx_dp.privacy import OVERFLOW_PROBABILITY, PoissonSampler, PrivacyPlan, Users
+from eqx_dp.privacy import PoissonSampler, PrivacyPlan, Users
+from eqx_dp.privacy.sampling import OVERFLOW_PROBABILITY
 
 STEPS = 1500
 

@@ -17,8 +17,6 @@ KINDS = [
     dp.sampling.FixedSize(7, 30),
     dp.sampling.BallsInBins(4),
     dp.sampling.RandomAllocation(4),
-    dp.sampling.MinSeparation(0.3, 3),
-    dp.sampling.MinSeparation(1.0, 4),
 ]
 STEPS, RUNS, EXAMPLES = 9, 400, 30
 
@@ -31,8 +29,8 @@ def plain(kind, random):
             took_part[step, random.permutation(EXAMPLES)[: kind.batch_size]] = True
         return took_part
     for example in range(EXAMPLES):
-        since, place = 0, -1
-        for step in range(-60 if isinstance(kind, dp.sampling.MinSeparation) else 0, STEPS):
+        place = -1
+        for step in range(STEPS):
             match kind:
                 case dp.sampling.Poisson(prob):
                     is_in = random.random() < prob
@@ -45,12 +43,7 @@ def plain(kind, random):
                 case dp.sampling.RandomAllocation(cycle):
                     place = random.integers(cycle) if step % cycle == 0 else place
                     is_in = step % cycle == place
-                case dp.sampling.MinSeparation(prob, separation):
-                    # The steps before 0 warm it up; it begins anywhere, for a probability of 1.
-                    since = random.integers(separation) if step == -60 else since + 1
-                    is_in = since >= separation - 1 and random.random() < prob
-                    since = -1 if is_in else since
-            took_part[max(step, 0), example] = is_in
+            took_part[step, example] = is_in
     return took_part
 
 
@@ -134,7 +127,6 @@ BAD = [
     ("sampling_prob", dp.sampling.CyclicPoisson, (0.0, 3)),
     ("cycle", dp.sampling.CyclicPoisson, (0.5, 0)),
     ("cycle", dp.sampling.BallsInBins, (2.5,)),
-    ("separation", dp.sampling.MinSeparation, (0.5, True)),
     ("batch_size", dp.sampling.FixedSize, (31, 30)),
     ("num_examples", Sampler, (31, dp.sampling.FixedSize(7, 30))),
     ("kind", Sampler, (31, 0.5)),

@@ -16,7 +16,6 @@ import optax
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.privacy import monte_carlo
 from eqx_dp.report import page_of
 from eqx_dp.report.run import read_run
 from eqx_dp.training import CheckpointWarning
@@ -524,21 +523,3 @@ def test_a_run_of_another_kind_of_sampling(tmp_path, kind, may_start_again):
     else:
         with pytest.raises(dp.CheckpointError, match="one start alone"):
             run(tmp_path / "part")
-
-
-@pytest.mark.slow
-def test_monte_carlo_is_asked_twice_at_most(tmp_path, monkeypatch):
-    """For all of the plan's steps while the run is under way, at its end for those it took."""
-    asked, bound = [], monte_carlo._bound
-    monkeypatch.setattr(monte_carlo, "_bound", lambda *a: asked.append(a) or bound(*a))
-    monte_carlo.epsilon.cache_clear()
-    sampling, noise, shown = dp.sampling.BallsInBins(2), dp.Banded.bisr(2), []
-    plan = dp.PrivacyPlan(None, 12, 2.0, 0.01, sampling=sampling, noise=noise)
-    options = {"evaluate": lambda model: {"one": 1.0}, "save_every": 1}
-    options["callbacks"] = [lambda event: shown.append(event.epsilon) or event.step >= 7]
-    runs.trainer(tmp_path, make(plan), **options).run(small_model())
-    assert len(asked) == 4  # twice, in both directions
-    assert set(shown) == {plan.epsilon()}
-    found = stated(tmp_path)
-    assert found["epsilon"] == plan.epsilon(found["steps_released"]) < plan.epsilon()
-    assert (found["steps_released"], found["accounting_confidence"]) == (7, 1 - 1e-6)

@@ -14,7 +14,6 @@ PLANS = {
     "fixed size": {"sampling": dp.sampling.FixedSize(16, runs.NUM_EXAMPLES)},
     "bins": {"sampling": dp.sampling.BallsInBins(4), "noise": dp.Banded.bisr(2)},
     "allocation": {"sampling": dp.sampling.RandomAllocation(2)},
-    "apart": {"sampling": dp.sampling.MinSeparation(0.4, 2)},
     "noise drawn again": {"sampling": CYCLIC, "noise": dp.Banded.bisr(3)},
     "noise kept": {"sampling": CYCLIC, "noise": dp.Banded(strategy=(1.0, 0.5, 0.2))},
     "users": {
