@@ -17,7 +17,7 @@ from ..precision import JmpPolicy, Policy, checked_policy
 from ..privacy import Sampling
 from ..sharding import ShardingRules, checked_rules
 from ..shown import shown
-from ..trees import PyTree
+from ..trees import PyTree, check_numbers
 from .clipping import Clipping, parse_clip_norm
 from .outputs import STATE_ADVICE, argument_name, is_state
 
@@ -162,6 +162,7 @@ def checked_trainable(
     Raises:
         ValueError: nothing is trained, or something that is no real floating-point array.
     """
+    check_numbers("model", model)
     params, rest = split_trainable(model, filter_spec)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
@@ -286,11 +287,7 @@ def _length(where: str, leaf: Any) -> int:
             "examples that are in a list (jnp.stack); close over anything else (functools.partial, "
             "a lambda)."
         )
-    if isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "OSUMm":
-        raise ValueError(
-            f"{where} is {shown(leaf)}, which JAX cannot compute with. Turn it into numbers, or "
-            "leave it out."
-        )
+    check_numbers(where, leaf)
     if leaf.ndim > 0:
         return leaf.shape[0]
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

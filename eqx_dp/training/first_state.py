@@ -19,7 +19,7 @@ from ..expected import function
 from ..gradients import ClippedGrad, FilterSpec, checked_trainable
 from ..precision import agreed_policy
 from ..sharding import ShardingRules
-from ..trees import PyTree, is_shape
+from ..trees import PyTree, check_numbers, is_shape
 from ..updates import first_state
 from .state import Parameters, copied, refuse_used_up, strong
 
@@ -50,6 +50,7 @@ class FirstModel(Generic[Model]):
             )
         self.given, self.make = model, init_model
         if init_model is None:
+            check_numbers("model", model)
             refuse_used_up("model", model)
         else:
             function("init_model", init_model, "init_model(), which returns the model")
