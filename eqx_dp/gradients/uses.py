@@ -137,7 +137,7 @@ class ParamUse(NamedTuple):
         return self.kind.name + (f"[{self.matmul.forward}]" if self.matmul else "")
 
     def narrowed(self, matmul: Matmul) -> "ParamUse":
-        """The same use, with a product in narrow dtypes."""
+        """This use with a product in narrow dtypes."""
         stack = tuple(self.result.shape[: len(self.scans)])
         values = jax.ShapeDtypeStruct(self.residuals.shape, matmul.forward)
         exponent = jax.ShapeDtypeStruct(stack, jnp.int32)
@@ -247,7 +247,7 @@ class ParamUse(NamedTuple):
         return pulled_back(of_parameter, gradient, self.shape)
 
     def from_operand(self, gradient: Array) -> Array:
-        """The same from the gradient with respect to the operand, slices of scans in front."""
+        """The parameter's gradient from that of the operand, slices of scans in front."""
         return pulled_back(functools.partial(taken, self.view), gradient, self.shape)
 
     def inside(self) -> "ParamUse":
@@ -300,7 +300,7 @@ class Uses(NamedTuple):
         return {address: use for its in self.of for address, use in its.items()}
 
     def forming(self, reasons: dict[int, str]) -> "Uses":
-        """The same with more leaves that are formed."""
+        """These uses with more leaves that are formed."""
         formed, kernels = {**reasons, **self.formed}, dict(self.kernels)
         for leaf in formed:
             its = self.of[leaf].items()

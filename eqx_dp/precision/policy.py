@@ -165,7 +165,7 @@ class Policy(jmp.Policy):
         return stored(x, self.modules, self.param_dtype)
 
     def cast_frozen_to_param(self, x: T) -> T:
-        """The same for what is not trained: it keeps its dtypes where no module rule has one.
+        """Converts what is not trained to the dtypes of module rules; the rest keeps its own.
 
         Args:
             x: the PyTree: what a model holds beside its trained parameters.
