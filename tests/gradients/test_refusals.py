@@ -177,7 +177,7 @@ def test_a_decomposition_in_16_bits_is_refused_by_the_path_of_its_module(name):
         call(lambda m, x: m[1](m[0] * x), (TWO, module), jnp.eye(2) + 1, policy=policy)
         for policy in (NARROW, cured)
     )
-    with pytest.raises(TypeError, match=r"bfloat16.*test_refusals.py:.*Decomposed\.") as caught:
+    with pytest.raises(TypeError, match="bfloat16") as caught:
         run()
     assert 'dp.ModuleRule("1", "float32")' in "".join(caught.value.__notes__)
     assert jnp.any(right()[0] != 0)
