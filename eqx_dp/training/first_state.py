@@ -21,7 +21,7 @@ from ..precision import agreed_policy
 from ..sharding import ShardingRules
 from ..trees import PyTree, check_numbers, is_shape
 from ..updates import first_state
-from .state import Parameters, copied, refuse_used_up, strong
+from .state import Parameters, TrainState, copied, refuse_used_up, strong
 
 Model = TypeVar("Model")
 T = TypeVar("T")
@@ -42,8 +42,8 @@ class FirstModel(Generic[Model]):
     """
 
     def __init__(self, model: Model | None, init_model: Callable[[], Model] | None = None):
-        if (model is None) == (init_model is None):
-            found = "neither" if model is None else "both"
+        if (model is None) == (init_model is None) or isinstance(model, TrainState):
+            found = "neither" if model is None else "both, or a state, whose .model is one"
             raise ValueError(
                 "Give the starting model, trainer.run(model) or step.init(model), or a function "
                 f"that makes it, init_model=make_model. Found {found}."
