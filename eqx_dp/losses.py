@@ -31,7 +31,7 @@ Loss: TypeAlias = Callable[Concatenate[Model, Example], Scalar]
 """`loss(model, *example)`, or with a `key` as well."""
 
 LossWithAux: TypeAlias = Callable[Concatenate[Model, Example], tuple[Scalar, Aux]]
-"""The same, with `has_aux=True`."""
+"""A loss with aux, for `has_aux=True`."""
 
 
 class KeyedOne(Protocol):  # noqa: D101

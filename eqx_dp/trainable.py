@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from .paths import below
 from .shown import shown
-from .trees import PyTree
+from .trees import PyTree, check_numbers
 
 FilterSpec = PyTree[bool | Callable[[Any], bool]]
 _Model = TypeVar("_Model")
@@ -76,6 +76,7 @@ def checked_trainable(
     Raises:
         ValueError: nothing is trained, or something that is no real floating-point array.
     """
+    check_numbers("model", model)
     params, rest = split_trainable(model, filter_spec)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:

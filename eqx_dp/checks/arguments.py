@@ -92,9 +92,9 @@ def under(arguments: Sequence[Argument], entries: object, what: str) -> list[boo
         if not is_name or not any(_is_under(argument.names, str(entry)) for argument in arguments):
             known = ", ".join(dict.fromkeys(a.names[-1].split(".")[0] for a in arguments))
             raise ValueError(
-                f"{what} names {shown(entry)}, under which the step has no array. Its arguments "
-                f"with arrays are: {known}. Give positions, names, or dotted paths that begin with "
-                "one of them."
+                f"{what} must name arguments of the step that hold arrays ({known}) by positions, "
+                "names, or dotted paths that begin with one of them; found "
+                f"{what}={shown(entry)}."
             )
     return [any(_is_under(one.names, str(entry)) for entry in named) for one in arguments]
 

@@ -205,7 +205,7 @@ def _stored_otherwise(
     params, state = policy.param_dtype, policy.optimizer_dtype
     stored = {params, *(rule.param_dtype for rule in policy.modules)}
     fixed = {i for facts, i in zip(outputs, returns, strict=True) if facts.untouched == i}
-    is_narrow = known_width(params).narrower(known_width(policy.accumulate_dtype))
+    wide = known_width(policy.accumulate_dtype)
     found: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for (path, leaf), facts, at in zip(arrays_in(results), outputs, returns, strict=True):
         is_trained = flow.trained & facts.arguments & {at}
@@ -213,7 +213,7 @@ def _stored_otherwise(
             continue
         if leaf.dtype not in stored:
             found["stored parameters", str(params), str(leaf.dtype)].append(keystr(path))
-        elif policy.rounding == "stochastic" and is_narrow:
+        elif policy.rounding == "stochastic" and known_width(leaf.dtype).narrower(wide):
             draws = [draw.arguments - fixed for draw in facts.draws]
             how = "the same random bits in each step" if draws else "rounded without random bits"
             if not any(draws):

@@ -99,8 +99,9 @@ def check_privacy(
     - noise after a nonlinear optimizer: undecided: the sensitivity is unknown.
     - a call that takes several steps in a scan: `steps` of the plan, each on its own batch.
     - noise drawn by `jax.random.normal`; a sum that other code clipped: undecided.
-    - slices of a batch (`x[i::k]`), other gathers, casts of bits, what differs from slot to slot:
-      undecided.
+    - slices of a batch (`x[i::k]`), other gathers, casts of bits: undecided.
+    - constants or random numbers that differ by slot: undecided, because removing an example
+      shifts the slots.
     - private values in a `shard_map` by hand: undecided (the engine's `sharding=` spreads rows).
     - numbers, texts and static fields in a private argument; private arrays of one host alone:
       undecided: they are in no program.

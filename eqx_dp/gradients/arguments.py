@@ -15,7 +15,7 @@ from ..precision import JmpPolicy, Policy, checked_policy
 from ..privacy import Sampling
 from ..sharding import ShardingRules, checked_rules
 from ..shown import shown
-from ..trees import PyTree
+from ..trees import PyTree, check_numbers
 from .clipping import Clipping, parse_clip_norm
 from .outputs import STATE_ADVICE, argument_name, is_state
 
@@ -203,11 +203,7 @@ def _length(where: str, leaf: Any) -> int:
             "examples that are in a list (jnp.stack); close over anything else (functools.partial, "
             "a lambda)."
         )
-    if isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "OSUMm":
-        raise ValueError(
-            f"{where} is {shown(leaf)}, which JAX cannot compute with. Turn it into numbers, or "
-            "leave it out."
-        )
+    check_numbers(where, leaf)
     if leaf.ndim > 0:
         return leaf.shape[0]
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -173,7 +173,7 @@ class Clipping(NamedTuple):
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """The same for each group, and then for the count of a quantile."""
+        """The bound of each group, and then that of the count of a quantile."""
         of_groups = tuple(self.unit or norm for norm in self.clip_norms)
         return (*of_groups, self.rule.weight / 2) if isinstance(self.rule, Quantile) else of_groups
 
@@ -190,7 +190,7 @@ class Clipping(NamedTuple):
         return [norm for norm in self.clip_norms if eqx.is_array(norm)]
 
     def with_arrays(self, arrays: list[Array]) -> "Clipping":
-        """The same with other operands."""
+        """This clipping with other clip norms as operands."""
         return self._replace(clip_norms=tuple(arrays) or self.clip_norms)
 
     def of_call(self, params: PyTree[Array], clip_norm: Any) -> tuple["Clipping", list[int]]:

@@ -32,7 +32,7 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
     then are too small beside that one to count.
 
     Args:
-        gradients: one gradient an example, in the accumulate dtype.
+        gradients: one gradient per example, in the accumulate dtype.
 
     Returns:
         One norm per example, in the same dtype.
@@ -49,7 +49,7 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
 
 
 def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, " batch"]:
-    """The same of gradients that are given in parts, one array a leaf."""
+    """One norm per example, of gradients that are given in parts, one array per leaf."""
     flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in parts]
     if len(flat) == 1 and flat[0].shape[1] == 1:
         return jnp.abs(flat[0][:, 0])

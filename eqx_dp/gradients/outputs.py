@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, TypeCheckError
 
-from ..paths import below
+from ..paths import below, dotted
 from ..precision import Policy
-from ..shown import shown
+from ..shown import shown, some
 from ..trees import PyTree
 
 STATE_ADVICE = (
@@ -101,7 +101,6 @@ def drop_axis_of_one(leaf: Any) -> Any:
     return leaf[0] if eqx.is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == 1 else leaf
 
 
-_MOST_NAMED = 8
 _AUTO_AXES = (
     "The mesh has Explicit axes: where JAX cannot tell where a result lives, the model has to say "
     "so, and most layers do not. Make a mesh of Auto axes: jax.make_mesh(shape, names, "
@@ -111,6 +110,7 @@ _AUTO_AXES = (
 
 def explain_failure(
     error: Exception,
+    model: PyTree[Any],
     example: tuple[PyTree[jax.ShapeDtypeStruct], ...],
     policy: Policy | None,
     on_a_batch_of_one: Callable[[], object] | None,
@@ -119,6 +119,7 @@ def explain_failure(
 
     Args:
         error: the error that the loss of one example raised.
+        model: the model.
         example: shapes and dtypes of one example.
         policy: of the engine.
         on_a_batch_of_one: traces the loss as one for a batch; None where it has been traced so.
@@ -142,7 +143,7 @@ def explain_failure(
             f"for one example. On one example it raises {type(error).__name__}: {error}"
         ) from error
     if policy and (isinstance(error, TypeCheckError) or policy.compute_dtype.itemsize < 4):
-        error.add_note(_advice_on_dtype(error, policy))
+        error.add_note(_advice_on_dtype(error, policy, model))
     if type(error).__name__ == "ShardingTypeError":  # JAX does not export it
         error.add_note(_AUTO_AXES)
     if on_a_batch_of_one is not None:
@@ -165,28 +166,30 @@ def _todo_for_a_batch(trace: Callable[[], object]) -> str | None:
 
 def _described(example: tuple[PyTree[jax.ShapeDtypeStruct], ...]) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(example)
-    named = [f"{argument_name(path)} is {_type(leaf)}" for path, leaf in leaves[:_MOST_NAMED]]
-    more = len(leaves) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more else "")
+    return some([f"{argument_name(path)} is {_type(leaf)}" for path, leaf in leaves], 8)
 
 
 def _type(leaf: jax.ShapeDtypeStruct) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _advice_on_dtype(error: Exception, policy: Policy) -> str:
+def _advice_on_dtype(error: Exception, policy: Policy, model: PyTree[Any]) -> str:
     """Advice on an annotation, a function or a carry that a policy's compute dtype does not fit."""
-    # jaxtyping's error names a method of a class, or a function, to which no rule applies.
-    where = re.search(r"of (?:[\w.]+\.)?([A-Z]\w*)\.\w+\.$", str(error).partition("\n")[0])
+    # jaxtyping's error, and that on decompositions, end with a method of a class, or a function.
+    where = re.search(r"\b([A-Z]\w*)\.\w+(?:\.<locals>.*)?[.)]$", str(error).partition("\n")[0])
     expected = re.search(r"(BFloat16|Float16|Float32|Float64)\[", str(error))
     holders = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [type(holder).__name__ for holder in holders if isinstance(holder, eqx.Module)]
     match = where.group(1) if where else ("the module's class or path", *names)[-1]
+    parts = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: type(x).__name__ == match)
+    paths = [dotted(path) for path, part in parts if type(part).__name__ == match]
+    match = paths[0] if len(paths) == 1 and paths[0] else match
     dtype = expected.group(1).lower() if expected else "float32"
     return (
         f"The policy computes in {policy.compute_dtype}: parameters and float inputs enter the "
         "loss in it. A carry has to start in it (jnp.zeros(n, x.dtype)). If an annotation asks for "
         "another dtype, or a function of JAX does not take this one (FFT, SVD, eigh), add a module "
         f'rule to the policy: [[modules]] match = "{match}", compute = "{dtype}" (in a policy\'s '
-        f'text: module:{match}={dtype}; in Python: dp.ModuleRule("{match}", "{dtype}")).'
+        f'text: module:{match}={dtype}; in Python: dp.ModuleRule("{match}", "{dtype}")). Outside '
+        "of modules cast the operand: x.astype(jnp.float32)."
     )

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..paths import below
-from ..precision import inside_engine, matmul_precision
+from ..precision import check_decompositions, inside_engine, matmul_precision
 from ..rewrites import with_masked_products, without_ones
 from ..sharding import Argument, constraints_of, example_program
 from .arguments import Configuration
@@ -135,6 +135,7 @@ def trace(fun: Callable[..., Any], options: Configuration, inputs: Inputs) -> Pr
                 jaxpr = example_program(
                     loss_of, inputs.arguments(), options.sharding, options.keep_batch_dim
                 )
+        check_decompositions(jaxpr)
     except Exception as error:
         if isinstance(error, NameError) and "axis name" in str(error):
             raise ValueError(
@@ -144,7 +145,8 @@ def trace(fun: Callable[..., Any], options: Configuration, inputs: Inputs) -> Pr
             ) from error
         on_a_batch = options._replace(keep_batch_dim=True)
         retrace = None if options.keep_batch_dim else lambda: trace(fun, on_a_batch, inputs)
-        explain_failure(error, inputs.example, options.policy, retrace)
+        model = eqx.combine(inputs.params, inputs.frozen, inputs.static)
+        explain_failure(error, model, inputs.example, options.policy, retrace)
         raise
     return Program(
         without_ones(with_masked_products(jaxpr)), aux_trees[0], narrow_products(options.policy)

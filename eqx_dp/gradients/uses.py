@@ -170,7 +170,7 @@ class ParamUse(NamedTuple):
         return pulled_back(of_parameter, gradient, self.shape)
 
     def from_operand(self, gradient: Array) -> Array:
-        """The same from the gradient with respect to the operand, slices of scans in front."""
+        """The parameter's gradient from that of the operand, slices of scans in front."""
         return pulled_back(functools.partial(taken, self.view), gradient, self.shape)
 
     def inside(self) -> "ParamUse":
@@ -213,7 +213,7 @@ class Uses(NamedTuple):
         return {address: leaf for leaf, uses in enumerate(self.of) for address in uses}
 
     def forming(self, reasons: dict[int, str]) -> "Uses":
-        """The same with more leaves that are formed."""
+        """These uses with more leaves that are formed."""
         formed, by_rule = {**reasons, **self.formed}, dict(self.by_rule)
         for leaf in formed:
             uses = self.of[leaf].items()

@@ -59,7 +59,7 @@ class Step(NamedTuple):
                 return jax.lax.slice(x, *zip(*cuts, strict=True))
 
     def inside(self, scans: int) -> "Step":
-        """The same as one iteration of the outermost scans sees it."""
+        """This step as one iteration of the outermost scans sees it."""
         return self._replace(lead=self.lead - scans)
 
 

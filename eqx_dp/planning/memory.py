@@ -261,7 +261,7 @@ def _local(x: Any, dtype: Any = None) -> int:
 
 
 def _gathered(x: Any, dtype: Any, rules: ShardingRules | None) -> int:
-    """The same for an array that is whole over the example axes."""
+    """Bytes, on one device, of an array that is gathered over the example axes."""
     if rules is None:
         return _local(x, dtype)
     axes = {axis for entry in x.sharding.spec for axis in axes_of(entry)} & set(rules.examples)

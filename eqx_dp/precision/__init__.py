@@ -15,6 +15,7 @@ from .policy import Policy as Policy
 from .policy import cast_parameters as cast_parameters
 from .policy import checked_policy as checked_policy
 from .policy import dtypes_of as dtypes_of
+from .ranges import check_decompositions as check_decompositions
 from .ranges import check_noise_range as check_noise_range
 from .ranges import check_sum_range as check_sum_range
 from .refusals import refusal as refusal

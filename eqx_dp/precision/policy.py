@@ -88,9 +88,7 @@ class Policy(jmp.Policy):
             The message names fields as a policy file does.
 
     Warns:
-        UserWarning: If the policy or a module rule computes in float16 and there is no loss scale;
-            if stochastic rounding has no effect, because the param dtype holds every sum in the
-            accumulate dtype; if a module rule has `matmul="wide"` and the policy no `matmul`.
+        UserWarning: If the policy or a module rule computes in float16 and there is no loss scale.
     """
 
     accumulate_dtype: np.dtype[Any]
@@ -167,7 +165,7 @@ class Policy(jmp.Policy):
         return stored(x, self.modules, self.param_dtype)
 
     def cast_frozen_to_param(self, x: T) -> T:
-        """The same for what is not trained: it keeps its dtypes where no module rule has one.
+        """Converts what is not trained to the dtypes of module rules; the rest keeps its own.
 
         Args:
             x: the PyTree: what a model holds beside its trained parameters.
@@ -300,26 +298,12 @@ def _check_loss_scale(policy: Policy) -> None:
 
 
 def _warn(policy: Policy) -> None:
-    """Warns of entries that are allowed and hardly meant."""
-    said: list[str] = []
+    """Warns of float16 without a loss scale."""
     computes = {policy.compute_dtype, *(rule.compute_dtype for rule in policy.modules)}
     if DTYPES["float16"] in computes and policy.loss_scale.kind == "none":
-        said.append(
-            "it computes in float16 without a loss scale, so gradients below 6e-8 are lost. Take "
-            "load_policy('mixed_float16'), a loss scale such as 1024, or bfloat16"
+        warnings.warn(
+            f"policy {policy.name or str(policy)!r}: it computes in float16 without a loss scale, "
+            "so gradients below 6e-8 are lost. Take load_policy('mixed_float16'), a loss scale "
+            "such as 1024, or bfloat16.",
+            stacklevel=3,
         )
-    params, is_ruled = policy.param_dtype, any(rule.param_dtype for rule in policy.modules)
-    is_exact = _wider(policy.accumulate_dtype, params) == params and not is_ruled
-    if policy.rounding == "stochastic" and is_exact:
-        said.append(
-            f'rounding = "stochastic" has no effect, because {params} holds every sum in '
-            f"{policy.accumulate_dtype}. Store parameters in bfloat16, or leave it out"
-        )
-    marked = [repr(rule.match) for rule in policy.modules if rule.matmul is not None]
-    if marked and policy.matmul is None:
-        said.append(
-            f'matmul = "wide" of the rules for {", ".join(marked)} has no effect, because there is '
-            "no [matmul]: all products are in the compute dtype. Add a [matmul], or leave it out"
-        )
-    for one in said:
-        warnings.warn(f"policy {policy.name or str(policy)!r}: {one}.", stacklevel=3)

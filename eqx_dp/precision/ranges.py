@@ -1,9 +1,15 @@
-"""Refuses numbers whose sums, or whose noise, a dtype cannot hold."""
+"""Refuses what a dtype cannot do: hold some sums or some noise, decompose a matrix."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
+
+from ..programs import equations, named, own_line
+
+_DECOMPOSITIONS = named(
+    "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd tridiagonal"
+)
 
 
 def check_sum_range(
@@ -53,3 +59,19 @@ def check_noise_range(stddev: float, dtype: Any) -> None:
             f"({least:.2g} to {float(limits.max) / 32:.2g}): noise, or the sum beside it, would be "
             "rounded to zero or infinity. Rescale the gradients, or take a wider noise dtype."
         )
+
+
+def check_decompositions(program: Any) -> None:
+    """Refuses decompositions of matrices in 8 or 16 bits, which JAX cannot compile on all devices.
+
+    Raises:
+        TypeError: the program of a loss holds one; the line and its function are named.
+    """
+    walked = [*equations(program)]
+    for index, equation in enumerate(walked):
+        name, operands = equation.primitive.name, cast("list[Any]", equation.invars)
+        if name in _DECOMPOSITIONS and operands[0].aval.dtype.itemsize < 4:
+            # JAX's own functions keep no line of their caller, whose equation comes before theirs.
+            lines = filter(None, map(own_line, reversed(walked[: index + 1])))
+            found = f"'{name}' of {operands[0].aval.dtype}, at {next(lines, '')}"
+            raise TypeError(f"JAX cannot compile {found}")

@@ -89,7 +89,7 @@ def _warnings(run: Run) -> list[str]:
     is_certified = all(start["noise"] == "certified" for start in run.starts)
     found = {
         "There is no promise of privacy: epsilon is infinite.": math.isinf(run.epsilon),
-        "The policy is unsafe: sums or noise may have too few digits.": is_unsafe,
+        "The policy is unsafe: sums may have too few digits.": is_unsafe,
         "The noise is not certified: see what the promise does not cover.": not is_certified,
         "A check or an audit found something, or could not decide: see below.": is_bad,
     }

@@ -19,9 +19,9 @@ from ..expected import function
 from ..gradients import ClippedGrad, FilterSpec, checked_trainable
 from ..precision import agreed_policy
 from ..sharding import ShardingRules
-from ..trees import PyTree, is_shape
+from ..trees import PyTree, check_numbers, is_shape
 from ..updates import first_state
-from .state import Parameters, copied, refuse_used_up, strong
+from .state import Parameters, TrainState, copied, refuse_used_up, strong
 
 Model = TypeVar("Model")
 T = TypeVar("T")
@@ -42,14 +42,15 @@ class FirstModel(Generic[Model]):
     """
 
     def __init__(self, model: Model | None, init_model: Callable[[], Model] | None = None):
-        if (model is None) == (init_model is None):
-            found = "neither" if model is None else "both"
+        if (model is None) == (init_model is None) or isinstance(model, TrainState):
+            found = "neither" if model is None else "both, or a state, whose .model is one"
             raise ValueError(
                 "Give the starting model, trainer.run(model) or step.init(model), or a function "
                 f"that makes it, init_model=make_model. Found {found}."
             )
         self.given, self.make = model, init_model
         if init_model is None:
+            check_numbers("model", model)
             refuse_used_up("model", model)
         else:
             function("init_model", init_model, "init_model(), which returns the model")

@@ -67,7 +67,7 @@ def test_no_alarm_on_what_is_stored_as_declared(policy, dtype):
     kept(dataclasses.replace(policy, modules=rules), dtype, cast).raise_if_violated()
 
 
-ROUNDED = dp.parse_policy("p=bf16,c=bf16,a=f32,n=f32,rounding=stochastic")
+ROUNDED = dp.parse_policy("p=bf16,c=bf16,rounding=stochastic,module:layers.0=bf16:params=f32")
 KEYS = {
     "nearest": (lambda root, count: None, "rounded without random bits"),
     "one key": (lambda root, count: jax.random.key(0), "the same random bits in each step"),
@@ -86,7 +86,7 @@ def test_stochastic_rounding_is_done_with_another_key_in_each_step(key_of, how):
         policy = ROUNDED if key is not None else dataclasses.replace(ROUNDED, rounding="nearest")
         return dp.apply_updates(model, noisy, policy, key=key), state, root, count + 1
 
-    model, batch = cast(models.mlp().model, BF16), models.mlp().batch(4)
+    model, batch = ROUNDED.cast_to_param(models.mlp().model), models.mlp().batch(4)
     args = model, dp.noise_stream(), jax.random.key(1), jnp.zeros((), int), *batch
     rows = dp.check_precision(step, *args, policy=ROUNDED).violations
     assert [row[:3] for row in rows] == (

@@ -155,12 +155,12 @@ def test_private_arguments_may_be_parts_of_trees():
 @pytest.mark.parametrize(
     ("private", "says"),
     [
-        (None, "None, under which"),
+        (None, "found private=None"),
         ((), "private must say which"),
-        ((7,), "under which the step has no array.*model, state, x, y, mask"),
-        (("z",), "'z', under which"),
-        ((True, False), "True, under which"),
-        ((1.5,), "under which"),
+        ((7,), "arrays .model, state, x, y, mask. .*found private=7"),
+        (("z",), "found private='z'"),
+        ((True, False), "found private=True"),
+        ((1.5,), "found private=1.5"),
     ],
 )
 def test_what_is_private_has_to_be_said(private, says):

@@ -1,6 +1,9 @@
 """What is refused, and that the message says what was found, where, and what to do instead."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -50,7 +53,7 @@ def takes_rng(model, x, label, rng):
 
 
 def odd(dtype, **options):
-    model = {"w": ONE, "odd": jnp.ones(2, dtype)}
+    model = {"w": ONE, "odd": (jnp if dtype is not str else np).ones(2, dtype)}
     return call(lambda m, x: jnp.sum(jnp.abs(m["odd"])) * x * m["w"], model, TWO, **options)
 
 
@@ -116,6 +119,7 @@ REFUSED = {
     "trained integers": (odd("int32", filter_spec=lambda _: True), "(?s)odd.*int32"),
     "trained in 8 bits": (odd("float8_e4m3fn"), "(?s)odd.*float8_e4m3fn.*policy"),
     "True at integers": (odd("int32", filter_spec={"w": True, "odd": True}), "(?s)odd.*int32"),
+    "texts": (odd(str), r"model\.odd is .*<U1.*tuple"),
     "trained complex": (odd("complex64"), "(?s)odd.*complex64"),
     "no prefix": (
         call(models.mlp_loss, CASE.model, X, LABEL, filter_spec={"layers": True}),
@@ -145,7 +149,7 @@ def test_refused(name):
 NOTED = {
     "The model comes first": call(models.mlp_loss, X, LABEL),
     "given by name": call(models.mlp_loss, CASE.model, X, LABEL, np.zeros(8, bool)),
-    'ModuleRule("Lambda"': call(lambda m, x: m[0] * m[1](x), (ONE, FFT), X, policy=NARROW),
+    'ModuleRule("1", "float32")': call(lambda m, x: m[0] * m[1](x), (ONE, FFT), X, policy=NARROW),
 }
 
 
@@ -154,6 +158,29 @@ def test_an_error_of_the_loss_says_what_may_mend_it(note):
     with pytest.raises((TypeError, ValueError)) as caught:
         NOTED[note]()
     assert note in "".join(caught.value.__notes__)
+
+
+class Decomposed(eqx.Module):
+    function: Callable[..., Any] = eqx.field(static=True)
+
+    def __call__(self, x):
+        matrix = jnp.outer(x, x) + jnp.eye(2, dtype=x.dtype)
+        return sum(map(jnp.sum, jax.tree.leaves(self.function(matrix))))
+
+
+@pytest.mark.parametrize("name", ["cholesky", "eigh", "lu", "qr", "svd"])
+def test_a_decomposition_in_16_bits_is_refused_by_the_path_of_its_module(name):
+    function = jax.scipy.linalg.lu if name == "lu" else getattr(jnp.linalg, name)
+    module = Decomposed(function)
+    cured = dataclasses.replace(NARROW, modules=[dp.ModuleRule("1", "float32")])
+    run, right = (
+        call(lambda m, x: m[1](m[0] * x), (TWO, module), jnp.eye(2) + 1, policy=policy)
+        for policy in (NARROW, cured)
+    )
+    with pytest.raises(TypeError, match="bfloat16") as caught:
+        run()
+    assert 'dp.ModuleRule("1", "float32")' in "".join(caught.value.__notes__)
+    assert jnp.any(right()[0] != 0)
 
 
 # A loss that is written for a batch
