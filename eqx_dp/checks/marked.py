@@ -11,9 +11,9 @@ from jax.extend.core import JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import equations, is_as_marked, mark_on, named, programs_of
+from ..programs import is_as_marked, mark_on, named, programs_of
 from .facts import CONSTANT, DATA, EVEN, Fact, Reach, Row, Sum, Term, met, private
-from .flow import Context, dtype_of, shape_of
+from .flow import Context, shape_of
 from .record import DOORS, OWN_MEMORY, Record
 from .roles import MASK
 from .streams import PAST, Given, Key, loops_of, state_of
@@ -35,7 +35,10 @@ def engine_call(
     shared, batch = inputs[: mark.num_shared], inputs[mark.num_shared : end]
     keys, mask = inputs[end : end + mark.has_keys], inputs[end + mark.has_keys :]
     if context.is_final:
-        _look_inside(record, context, equation, mark)
+        _look_inside(record, context, equation)
+        dtypes = [variable.aval.dtype for variable in equation.invars[: mark.num_shared]]
+        if any(jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes):
+            record.note(context, "fresh noise", _OTHER_KEY)
     if all(fact.is_public for fact in inputs):
         return [Fact()] * count
     record.trained |= {fact.token.root for fact in shared if isinstance(fact.token, Given)}
@@ -132,27 +135,29 @@ def _note_arguments(
 _OTHER_KEYS = named("random_wrap random_seed threefry2x32 rng_bit_generator rng_uniform")
 
 
-def _look_inside(record: Record, context: Context, equation: JaxprEqn, mark: Mark) -> None:
+_OTHER_KEY = "the loss draws random numbers with another key than its own"
+
+
+def _look_inside(record: Record, context: Context, equation: JaxprEqn) -> None:
     """Finds where values leave the loss of an example, and keys that examples share.
 
     The engine keeps examples apart by itself. At a door, also a public value tells of an example
     that steers a loop or a branch.
     """
-    inner = [one for body in programs_of(equation) for one in equations(body)]
-    for at, one in ((context.at(one), one) for one in inner):
+    for held in jax.tree.leaves([*equation.params.values()]):
+        for value in getattr(held, "consts", ()):
+            record.constants += [value] if np.ndim(value) else []
+            if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+                record.note(context, "fresh noise", _OTHER_KEY)
+    for one in (one for body in programs_of(equation) for one in body.eqns):
+        at = context.at(one)
         if one.primitive.name in DOORS - OWN_MEMORY:
             record.door(at, one)
+        if one.primitive.name in _OTHER_KEYS:
+            record.note(at, "fresh noise", _OTHER_KEY)
         if isinstance(mark_on(one), NoiseMark):
             record.note(at, "noise", "noise is added within the loss")
-    held = jax.tree.leaves([list(one.params.values()) for one in (equation, *inner)])
-    closed_over = [value for one in held for value in getattr(one, "consts", ())]
-    record.constants += [value for value in closed_over if np.ndim(value)]
-    dtypes = map(dtype_of, equation.invars[: mark.num_shared])
-    dtypes = [*dtypes, *(getattr(value, "dtype", None) for value in closed_over)]
-    is_shared = any(one is not None and jnp.issubdtype(one, jax.dtypes.prng_key) for one in dtypes)
-    if is_shared or any(one.primitive.name in _OTHER_KEYS for one in inner):
-        found = "the loss draws random numbers with another key than its own"
-        record.note(context, "fresh noise", found)
+        _look_inside(record, at, one)
 
 
 # Noise.

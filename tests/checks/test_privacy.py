@@ -266,6 +266,14 @@ def test_an_error_of_the_check_is_undecided_with_its_line(monkeypatch):
     assert any("/tests/checks/" in finding.where for finding in report.undecided)
 
 
+def test_arrays_of_one_process_of_several_are_undecided(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    (finding,) = check().undecided
+    assert "arrays of this one alone" in finding.found
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ARGS[2:])
+    assert check(args=(*ARGS[:2], *shapes)).ok
+
+
 # Loops.
 
 
