@@ -13,7 +13,7 @@ from ..gradients import Mark
 from ..privacy import NoiseMark
 from ..programs import is_as_marked, mark_on, named, programs_of
 from .facts import CONSTANT, DATA, EVEN, Fact, Reach, Row, Sum, Term, met, private
-from .flow import Context, shape_of
+from .flow import Context, dtype_of, shape_of
 from .record import DOORS, OWN_MEMORY, Record
 from .roles import MASK
 from .streams import PAST, Given, Key, loops_of, state_of
@@ -36,7 +36,7 @@ def engine_call(
     keys, mask = inputs[end : end + mark.has_keys], inputs[end + mark.has_keys :]
     if context.is_final:
         _look_inside(record, context, equation)
-        dtypes = [variable.aval.dtype for variable in equation.invars[: mark.num_shared]]
+        dtypes = map(dtype_of, equation.invars[: mark.num_shared])
         if any(jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes):
             record.note(context, "fresh noise", _OTHER_KEY)
     if all(fact.is_public for fact in inputs):
@@ -183,7 +183,7 @@ def noise(
         record.note(context, "fresh noise", found, is_constant)
         return [_unbounded(context)] * len(equation.outvars)
     record.draw(context, stream)
-    sums = [fact.sum for fact in leaves if fact.sum and fact.sum.over is None]
+    sums = [fact.sum for fact in leaves if fact.sum and not fact.sum.over]
     is_bounded = [fact.is_public or fact.sum in sums for fact in leaves]
     released = Fact(Reach(is_random=True))
     noisy = [released if is_so else _unbounded(context) for is_so in is_bounded]

@@ -34,7 +34,7 @@ def role_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Role:
     name = equation.primitive.name
     if dtype_of(equation.outvars[0]) == np.bool_ and (found := _mask(name, inputs)):
         return found
-    first = inputs[0].token if inputs else None
+    first: Role = (inputs[0].token if inputs else None) or ()
     by = inputs[1].value if len(inputs) > 1 else None
     match name, first:
         case "lt", ("index", who) if by == 0:
@@ -42,9 +42,9 @@ def role_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Role:
         case "add", ("index", who) if isinstance(by, int):
             return "behind", who, by
         case "select_n", ("negative", who):
-            plain, behind = (fact.token or () for fact in inputs[1:])
-            is_so = plain == ("index", who) and behind[:2] == ("behind", who)
-            return ("wrapped", who, behind[2]) if is_so else ()
+            plain, (kind, *behind) = inputs[1].token, inputs[2].token or ("",)
+            is_so = plain == ("index", who) and kind == "behind" and behind[0] == who
+            return ("wrapped", *behind) if is_so else ()
         case "convert_element_type", ("index" | "wrapped" | "behind", *_):
             is_wide = equation.params["new_dtype"] in (jnp.int32, jnp.int64)
             return first if is_wide else ()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
@@ -51,7 +52,7 @@ def _left_out(param: str) -> _Rule:
 
 
 def _dims(given: Any) -> tuple[int, ...]:
-    return (given,) if isinstance(given, int) else tuple(given)
+    return tuple(np.ravel(given).tolist())  # one number, of NumPy too, or several
 
 
 def _entries(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
