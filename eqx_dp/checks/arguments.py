@@ -104,15 +104,16 @@ def masks_among(arguments: Sequence[Argument], is_private: Sequence[bool]) -> se
 
     Arrays of one length are one batch. Of stacks of batches, the mask has two dimensions.
     """
-    named, lengths = set[int](), defaultdict[int, list[int]](list)
+    found, bools = set[int](), defaultdict[int, list[int]](list)
     for i, one in enumerate(arguments):
         if is_private[i] and one.leaf.shape and one.leaf.dtype == np.bool_:
-            lengths[one.leaf.shape[0]].append(i)
-            if f".{one.names[-1]}".endswith(".is_padding_example"):
-                named.add(i)
-    alone = [own[0] for own in lengths.values() if len(own) == 1]
-    shadowed = {arguments[i].leaf.shape[0] for i in named}
-    return named | {i for i in alone if arguments[i].leaf.shape[0] not in shadowed}
+            bools[one.leaf.shape[0]].append(i)
+    for own in bools.values():
+        least = min(arguments[i].leaf.ndim for i in own)
+        vectors = [i for i in own if arguments[i].leaf.ndim == least]
+        called = [i for i in own if f".{arguments[i].names[-1]}".endswith(".is_padding_example")]
+        found.update(called or (vectors if len(vectors) == 1 else []))
+    return found
 
 
 def statics_among(
