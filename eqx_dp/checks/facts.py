@@ -29,7 +29,7 @@ class Row(NamedTuple):
         dim: which of their dimensions it is: 0, or 1 of a stack of batches.
         part: if rows were reshaped to (n, m): (n, m, 0) for the first, (n, m, 1) for the second.
         turns: loops that take one entry along the other dimension in each turn.
-        chosen_by: the integer argument that chose the rows; "" if none did.
+        chosen_by: the integer argument that chose the rows; "" if none did, `ANY` for a mask.
     """
 
     length: int
@@ -44,6 +44,7 @@ class Row(NamedTuple):
         return len(self.turns) == (self.dim == 1) + bool(self.part)
 
 
+ANY: Final = "any index"
 EVEN: Final = "even"
 Place: TypeAlias = Row | str | None
 """What an entry along a dimension depends on: a row; `EVEN`, of public values: all entries are the
@@ -51,9 +52,18 @@ same; None: anything."""
 
 
 def met(places: Iterable[Place]) -> Place:
-    """What an entry depends on that is computed from entries of several values."""
+    """What an entry depends on that is computed from entries of several values.
+
+    A mask goes with rows that any index chose.
+    """
     others = {place for place in places if place != EVEN}
-    return EVEN if not others else others.pop() if len(others) == 1 else None
+    masks = {one for one in others if isinstance(one, Row) and one.chosen_by == ANY}
+    own = others - masks or masks
+    found = own.pop() if len(own) == 1 else None
+    if not others or not isinstance(found, Row):
+        return None if others else EVEN
+    index = found.chosen_by
+    return found if all(one._replace(chosen_by=index) == found for one in masks) else None
 
 
 # Clipped sums.

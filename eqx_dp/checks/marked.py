@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 from ..gradients import Mark
 from ..privacy import NoiseMark
 from ..programs import is_as_marked, mark_on, named, programs_of
-from .facts import CONSTANT, DATA, EVEN, Fact, Reach, Row, Sum, Term, met, private
+from .facts import ANY, CONSTANT, DATA, EVEN, Fact, Reach, Row, Sum, Term, met, private
 from .flow import Context, dtype_of, shape_of
 from .record import DOORS, OWN_MEMORY, Record
 from .roles import MASK
@@ -99,12 +99,13 @@ def _rows_of(shared: Sequence[Fact], batch: Sequence[Fact], mask: Sequence[Fact]
     own = met(examples)
     if not isinstance(own, Row):
         return "no argument of filter_clipped_grad is private but its mask"
-    for fact in mask:
-        kind, *who = fact.token or ("",)
-        is_negative = kind == "negative" and who[0] == own.chosen_by
-        if not fact.is_public and kind != "mask" and not is_negative:
+    for fact in (fact for fact in mask if not fact.is_public):
+        (kind, *who), place = fact.token or ("",), fact.places[0]
+        if kind == "negative" and who[0] == own.chosen_by and isinstance(place, Row):
+            place = place._replace(chosen_by=ANY)
+        elif kind != "mask":
             return "the mask is not proven to be that of the step's arguments"
-        if not fact.is_public and fact.places[0] != own._replace(chosen_by=""):
+        if met([own, place]) != own:
             return "the mask is one of other rows"
     if own.part and any(own.turns[-1] in fact.turns for fact in (*shared, *batch, *mask)):
         return "microbatches of one batch meet other values in each turn of a loop"
@@ -119,7 +120,7 @@ def _note_arguments(
         record.unmasked[context.line] = not mask
     elif mask[0].token != MASK:
         record.assumed[f"slots whose index in {own.chosen_by} is negative are padding"] = None
-    if own.chosen_by:
+    if own.chosen_by not in ("", ANY):
         assumed = f"entries of {own.chosen_by} are different rows, except those of padding"
         record.assumed[assumed] = None
     for fact in keys:

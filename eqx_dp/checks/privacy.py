@@ -17,7 +17,7 @@ from ..sharding import check_whole
 from ..shown import shown, some
 from ..trees import is_key, is_shape
 from .arguments import Argument, arguments_of, coming_back, masks_among, statics_among, under
-from .facts import DATA, EVEN, Fact, Reach, Row, of_array
+from .facts import ANY, DATA, EVEN, Fact, Reach, Row, of_array
 from .flow import Context
 from .privacy_flow import PrivacyFlow
 from .privacy_report import PrivacyReport
@@ -176,7 +176,8 @@ def check_privacy(
 def _rowwise(argument: Argument, is_mask: bool) -> Fact:
     """An argument with one example in each row."""
     shape, is_index = argument.leaf.shape, np.issubdtype(argument.leaf.dtype, np.integer)
-    places = tuple(Row(shape[0], d) if d < 2 else None for d in range(len(shape)))
+    index = ANY if is_mask else ""
+    places = tuple(Row(shape[0], d, chosen_by=index) if d < 2 else None for d in range(len(shape)))
     token = MASK if is_mask else ("index", argument.names[-1]) if is_index else None
     return Fact(Reach(DATA, "", True), places, token=token)
 

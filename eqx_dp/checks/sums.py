@@ -13,7 +13,9 @@ from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
 from .facts import Fact, Sum, reached, turns_of
 from .flow import Context, dtype_of, size_of
 
-_MOVED = UNCHANGED | named("convert_element_type neg reshape transpose squeeze broadcast_in_dim")
+_MOVED = UNCHANGED | named(
+    "convert_element_type neg reshape rev transpose squeeze broadcast_in_dim"
+)
 ADDITIONS = named("add add_any")
 
 
