@@ -1,7 +1,7 @@
 """A step's arguments: which ones hold private data, which is the mask, which are results again."""
 
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,15 +22,11 @@ class Argument(NamedTuple):
 
     Attributes:
         names: its dotted paths: by position, and by name.
-        shape: its shape.
-        dtype: its dtype.
         stream: if it is part of a stream of noise: the number of the stream, and of the part.
         leaf: the array, or what stands for it.
     """
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: Any
     stream: tuple[int, int] | None
     leaf: Any
 
@@ -44,7 +40,7 @@ def arguments_of(
     streams = _streams((tuple(args), dict(kwargs)))
     for path, leaf in arrays_in((tuple(args), dict(kwargs))):
         names, stream = _names(path, parameters), streams.get(path)
-        found.append(Argument(names, tuple(leaf.shape), leaf.dtype, stream, leaf))
+        found.append(Argument(names, stream, leaf))
     return found
 
 
@@ -108,20 +104,15 @@ def masks_among(arguments: Sequence[Argument], is_private: Sequence[bool]) -> se
 
     Arrays of one length are one batch. Of stacks of batches, the mask has two dimensions.
     """
-    found: set[int] = set()
-    batches = {
-        one.shape[0] for one, its in zip(arguments, is_private, strict=True) if its and one.shape
-    }
-    for length in batches:
-        bools = {
-            i: len(one.shape)
-            for i, one in enumerate(arguments)
-            if is_private[i] and one.dtype == np.bool_ and one.shape[:1] == (length,)
-        }
-        ends = (f".{arguments[i].names[-1]}".endswith(".is_padding_example") for i in bools)
-        called = {i for i, is_so in zip(bools, ends, strict=True) if is_so}
-        least = {i for i, rank in bools.items() if rank == min(bools.values())}
-        found |= called or (least if len(least) == 1 else set())
+    found, bools = set[int](), defaultdict[int, list[int]](list)
+    for i, one in enumerate(arguments):
+        if is_private[i] and one.leaf.shape and one.leaf.dtype == np.bool_:
+            bools[one.leaf.shape[0]].append(i)
+    for own in bools.values():
+        least = min(arguments[i].leaf.ndim for i in own)
+        vectors = [i for i in own if arguments[i].leaf.ndim == least]
+        called = [i for i in own if f".{arguments[i].names[-1]}".endswith(".is_padding_example")]
+        found.update(called or (vectors if len(vectors) == 1 else []))
     return found
 
 
@@ -169,20 +160,15 @@ def coming_back(
     before = [(path[1:], _kind(leaf)) for path, leaf in arrays_in((tuple(args), dict(kwargs)))]
     after = [(path, _kind(leaf)) for path, leaf in arrays_in(results)]
     found: list[int | None] = [None] * len(after)
-    ways = (
-        (before, after),
-        ([(path[1:], kind) for path, kind in before], after),
-        *[([(path[1:], kind) for path, kind in one] for one in (before, after))],
-    )
-    for arguments, returned in ways:
-        places = {one: i for i, one in enumerate(arguments)}
+    for i, j in ((0, 0), (1, 0), (1, 1)):  # how many entries of the paths are left out
+        arguments = [(path[i:], kind) for path, kind in before]
+        returned = [(path[j:], kind) for path, kind in after]
+        places = {one: place for place, one in enumerate(arguments)}
         counts, times = Counter(arguments), Counter(returned)
-        taken = {*found}
-        for i, one in enumerate(returned):
-            at = places.get(one)
+        for at, one in enumerate(returned):
             is_only = counts[one] == times[one] == 1
-            if found[i] is None and at is not None and at not in taken and is_only:
-                found[i] = at
+            if found[at] is None and is_only and places[one] not in found:
+                found[at] = places[one]
     return found
 
 

@@ -6,20 +6,17 @@ A fact that is not proven is absent. Each subject has a small lattice and a modu
 |---|---|---|
 | where private values go | `reach` | here |
 | rows: what an entry of a value depends on | `places`, `turns` | `rows.py` |
-| masks and indices: arguments as they came | `role` | `roles.py` |
 | clipped sums, and how far one example moves them | `sum` | `sums.py` |
-| streams of noise, keys of losses | `token` | `streams.py` |
+| what a value stands for: a mask, an index, a running total | `token` | `roles.py` |
+| the same: a stream of noise, a key of a loss, a counter | `token` | `streams.py` |
 """
 
-import enum
-import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 # Rows.
 
@@ -47,7 +44,7 @@ class Row(NamedTuple):
         return len(self.turns) == (self.dim == 1) + bool(self.part)
 
 
-ANY = "*"
+ANY: Final = "any index"
 EVEN: Final = "even"
 Place: TypeAlias = Row | str | None
 """What an entry along a dimension depends on: a row; `EVEN`, of public values: all entries are the
@@ -55,97 +52,68 @@ same; None: anything."""
 
 
 def met(places: Iterable[Place]) -> Place:
-    """What an entry depends on that is computed from entries of several values."""
-    found: Place = EVEN
-    for place in places:
-        if found == EVEN:
-            found = place
-        elif place != EVEN and place != found:
-            found = _indexed(found, place)
-    return found
+    """What an entry depends on that is computed from entries of several values.
 
-
-def _indexed(one: Place, other: Place) -> Place:
-    """Rows by an index and their mask."""
-    if not isinstance(one, Row) or not isinstance(other, Row):
-        return None
-    index = other.chosen_by if one.chosen_by == ANY else one.chosen_by
-    is_met = (
-        ANY in (one.chosen_by, other.chosen_by) and one._replace(chosen_by=other.chosen_by) == other
-    )
-    return one._replace(chosen_by=index) if is_met else None
+    A mask goes with rows that any index chose.
+    """
+    others = {place for place in places if place != EVEN}
+    masks = {one for one in others if isinstance(one, Row) and one.chosen_by == ANY}
+    own = others - masks or masks
+    found = own.pop() if len(own) == 1 else None
+    if not others or not isinstance(found, Row):
+        return None if others else EVEN
+    index = found.chosen_by
+    return found if all(one._replace(chosen_by=index) == found for one in masks) else None
 
 
 # Clipped sums.
 
 
 class Term(NamedTuple):
-    """A linear function of one leaf of a clipped sum.
+    """How far one example moves an array, through a leaf of a clipped sum.
 
     Attributes:
-        leaf: the call of the engine and the group of leaves with one clip norm; and the leaf.
-        gain: a bound on the function's norm.
+        leaf: which clipped sum, and which of its leaves.
+        gain: at most this many times as far as the leaf.
     """
 
     leaf: tuple[Hashable, int]
     gain: float
 
 
-Terms: TypeAlias = frozenset[Term]
-
-
 class Sum(NamedTuple):
-    """Linear functions of clipped sums whose results are side by side.
+    """A linear function of clipped sums.
 
     Attributes:
-        rows: each of them, as a sum of terms.
-        is_exact: whether the bounds are reached.
+        terms: whose norms bound it, added up.
         over: the loop over whose turns this is a part of a sum; None if it is whole.
     """
 
-    rows: tuple[Terms, ...]
-    is_exact: bool = True
+    terms: tuple[Term, ...]
     over: Hashable = None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is of all rows."""
-        return self.over is None
-
-    def scaled(self, factor: float, is_exact: bool = True) -> "Sum":
+    def scaled(self, factor: float) -> "Sum":
         """After a linear function whose norm is at most `factor`."""
-        rows = (frozenset(Term(t.leaf, t.gain * factor) for t in row) for row in self.rows)
-        return self._replace(rows=tuple(rows), is_exact=self.is_exact and is_exact)
+        return self._replace(terms=tuple(Term(t.leaf, t.gain * factor) for t in self.terms))
 
 
 # Where private values go.
-
-
-class Kind(enum.IntEnum):
-    """What a value is computed from; of several kinds, the largest counts."""
-
-    PUBLIC = 0
-    SUM = 1
-    PRIVATE = 2
 
 
 class Reach(NamedTuple):
     """What private values have reached a value.
 
     Attributes:
-        kind: `PUBLIC`: nothing private; `SUM`: a linear function of clipped sums alone, whose bound
-            is known; `PRIVATE`: anything else.
-        is_drawn: whether random numbers of the step's own are in it.
-        is_noised: whether a release is in it.
-        reason: why it is private; a key of `record.REASONS`.
-        where: the source line of the reason.
+        why: in words; empty if nothing private has reached it, or clipped sums alone.
+        where: the source line.
+        is_proven: whether it certainly depends on them.
+        is_random: whether noise, or random numbers of the step's own, are in it.
     """
 
-    kind: Kind = Kind.PUBLIC
-    is_drawn: bool = False
-    is_noised: bool = False
-    reason: str = ""
+    why: str = ""
     where: str = ""
+    is_proven: bool = False
+    is_random: bool = False
 
 
 class Fact(NamedTuple):
@@ -155,57 +123,64 @@ class Fact(NamedTuple):
         reach: what private values have reached it.
         places: for each dimension, what an entry along it depends on.
         turns: loops in whose turns it may differ, beside what its rows are.
-        role: what a mask, an index or a running total stands for.
         sum: for a clipped sum, how far one example moves it.
-        token: the stream of noise, the key or the counter that it is.
-        value: computes the value, if it depends only on constants; see `value_of`.
+        token: what it stands for.
+        value: the number that all its entries are, if that is a constant of the program.
     """
 
     reach: Reach = Reach()
     places: tuple[Place, ...] = ()
     turns: frozenset[Hashable] = frozenset()
-    role: tuple[Any, ...] = ()
     sum: Sum | None = None
     token: Any = None
-    value: Callable[[], Any] | None = None
+    value: Any = None
 
     @property
     def is_public(self) -> bool:
         """Whether nothing private has reached it."""
-        return self.reach.kind is Kind.PUBLIC
+        return not self.reach.why and self.sum is None
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether it is a violation that it leaves: no noise at all is in it."""
+        return (self.reach.is_proven or self.sum is not None) and not self.reach.is_random
 
 
-def private(reason: str, where: str = "") -> Fact:
+CONSTANT = ("constant",)
+DATA = "private data is in it"
+
+
+def private(why: str, where: str = "", is_proven: bool = False) -> Fact:
     """A private value of which nothing else is known."""
-    return Fact(Reach(Kind.PRIVATE, reason=reason, where=where))
+    return Fact(Reach(why, where, is_proven))
 
 
-def reached(facts: Iterable[Fact], reason: str = "unknown", where: str = "") -> Reach:
-    """What has reached an unknown function of values."""
-    every = [fact.reach for fact in facts]
-    lost = [reach for reach in every if reach.kind is not Kind.PUBLIC]
-    is_drawn, is_noised = (any(reach[i] for reach in every) for i in (1, 2))
-    if not lost:
-        return Reach(Kind.PUBLIC, is_drawn, is_noised)
-    before = next((reach for reach in lost if reach.kind is Kind.PRIVATE), None)
-    if before is not None and (before.reason != "rows" or reason == "unknown"):
-        reason, where = before.reason, before.where or where
-    return Reach(Kind.PRIVATE, is_drawn, is_noised, reason, where)
+def reached(facts: Iterable[Fact], why: str, where: str = "", is_proven: bool = False) -> Reach:
+    """What has reached an unknown function of values; `why` is said of clipped sums."""
+    every = list(facts)
+    is_random = any(fact.reach.is_random for fact in every)
+    found = next((fact.reach for fact in every if fact.reach.why), Reach())
+    if not found.why and any(fact.sum for fact in every):
+        found = Reach(why, where, is_proven)
+    return found._replace(where=found.where or (where if found.why else ""), is_random=is_random)
 
 
-def either(facts: Sequence[Fact]) -> Fact:
+def turns_of(facts: Iterable[Fact]) -> frozenset[Hashable]:
+    """Loops in whose turns a function of values may differ."""
+    return frozenset[Hashable]().union(*(fact.turns for fact in facts))
+
+
+def either(facts: Sequence[Fact], where: str = "") -> Fact:
     """The fact about a value that is one of several."""
     first, *others = facts
     if all(fact == first for fact in others):
         return first
-    turns = frozenset[Hashable]().union(*(fact.turns for fact in facts))
     places = [fact.places for fact in facts]
     is_like = len({len(one) for one in places}) == 1
     return Fact(
-        reached(facts),
+        reached(facts, "one of several values, a clipped sum among them, is in it", where),
         tuple(map(met, zip(*places, strict=True))) if is_like else (),
-        turns,
-        first.role if all(fact.role == first.role for fact in others) else (),
+        turns_of(facts),
         token=first.token if all(fact.token == first.token for fact in others) else None,
     )
 
@@ -215,40 +190,13 @@ def either(facts: Sequence[Fact]) -> Fact:
 _LARGE = 1 << 20
 
 
-def of_array(value: Any) -> Fact:
+def of_array(array: Any) -> Fact:
     """The fact about a constant of the program."""
-    places: list[Place] = [None] * np.ndim(value)
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended) if places else False
-    if 0 < np.size(value) <= _LARGE and places and not is_key:
-        array = np.asarray(value)
-        first = [array == array.take([0], dim) for dim in range(array.ndim)]
+    places: list[Place] = [None] * np.ndim(array)
+    value, is_key = None, jnp.issubdtype(jnp.result_type(array), jax.dtypes.extended)
+    if 0 < np.size(array) <= _LARGE and not is_key:
+        entries = np.asarray(array)
+        first = [entries == entries.take([0], dim) for dim in range(entries.ndim)]
         places = [EVEN if bool(is_same.all()) else None for is_same in first]
-    return Fact(places=tuple(places), value=lambda: value)
-
-
-def evaluated(equation: JaxprEqn, inputs: Sequence[Fact]) -> Callable[[], Any] | None:
-    """Computes the result of an equation whose operands are small constants."""
-    size = int(np.prod(getattr(equation.outvars[0].aval, "shape", ())))
-    is_known = all(fact.value for fact in inputs) and size <= _LARGE
-    if not is_known or len(equation.outvars) != 1 or equation.effects:
-        return None
-    return functools.cache(
-        lambda: equation.primitive.bind(*map(value_of, inputs), **equation.params)
-    )
-
-
-def value_of(fact: Fact) -> Any:
-    """The value, if it depends only on constants and can be computed; otherwise None."""
-    try:
-        with jax.ensure_compile_time_eval():
-            return fact.value and fact.value()
-    except Exception:  # after any error the value is unknown
-        return None
-
-
-def whole_number(fact: Fact) -> int | None:
-    """A whole number that is a constant of the program; otherwise None."""
-    value = value_of(fact)
-    if value is None or np.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
-        return None
-    return int(value)
+        value = entries.flat[0].item() if None not in places else None
+    return Fact(places=tuple(places), token=CONSTANT, value=value)

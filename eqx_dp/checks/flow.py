@@ -149,25 +149,17 @@ class Flow(abc.ABC, Generic[Fact]):
 
     def program(self, program: ClosedJaxpr, inputs: Sequence[Fact], context: Context) -> list[Fact]:
         """The facts about a program's results."""
-        if context.is_final:
-            return self.equations(program, inputs, context)
         # Nested loops are followed many times, mostly without new facts.
         key = program.jaxpr, tuple(inputs), context.path
-        if key not in self._known:
-            self._known[key] = self.equations(program, inputs, context)
+        if context.is_final or key not in self._known:
+            self._known[key] = interpret(
+                program.jaxpr,
+                [self.constant(value) for value in program.consts],
+                inputs,
+                lambda equation, inputs: self.holder(context.at(equation), equation, inputs),
+                lambda literal: self.constant(literal.val),
+            )
         return self._known[key]
-
-    def equations(
-        self, program: ClosedJaxpr, inputs: Sequence[Fact], context: Context
-    ) -> list[Fact]:
-        """The same, equation by equation."""
-        return interpret(
-            program.jaxpr,
-            [self.constant(value) for value in program.consts],
-            inputs,
-            lambda equation, inputs: self.holder(context.at(equation), equation, inputs),
-            lambda literal: self.constant(literal.val),
-        )
 
     def holder(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """The facts about an equation's results, including the programs that it holds."""

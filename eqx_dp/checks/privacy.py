@@ -1,7 +1,6 @@
 """`check_privacy`: a training step is checked against its plan, on its traced program."""
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,15 +17,14 @@ from ..sharding import check_whole
 from ..shown import shown, some
 from ..trees import is_key, is_shape
 from .arguments import Argument, arguments_of, coming_back, masks_among, statics_among, under
-from .facts import ANY, EVEN, Fact, Kind, Reach, Row, of_array
-from .facts import private as private_fact
+from .facts import ANY, DATA, EVEN, Fact, Reach, Row, of_array
 from .flow import Context
 from .privacy_flow import PrivacyFlow
-from .privacy_report import PrivacyReport, finding
+from .privacy_report import PrivacyReport
 from .record import Record
 from .roles import MASK
-from .streams import Counter, Key, Stream
-from .verdict import Result, TracedStep, report_on
+from .streams import KEY, Given, Key, Stream
+from .verdict import Result, report_on
 
 
 def check_privacy(
@@ -36,7 +34,6 @@ def check_privacy(
     plan: PrivacyPlan | None = None,
     sampler: Sampler | None = None,
     disclose: Iterable[str] = (),
-    kept: Iterable[str] = (),
     public_rows: Iterable[int | str] = (),
     **kwargs: Any,
 ) -> PrivacyReport:
@@ -62,22 +59,22 @@ def check_privacy(
     - **padding**: the mask is the step's mask argument as it came, or OR-ed with something; a
       plan without padding needs none.
     - **release**: the clip norm is one of the plan's unit; each result is public, a release, or
-      named in `disclose` or `kept`.
-    - **noise**: `plan.privatizer`, `gaussian_privatizer` or `add_noise` on clipped sums, and
-      linear functions of them; the noise multiplier of all releases together, and how many
-      steps a call takes, are at least as the plan has them.
+      named in `disclose`.
+    - **noise**: `plan.privatizer`, `gaussian_privatizer` or `add_noise` on clipped sums, on sums of
+      several, and on these times constant numbers; the noise multiplier of all releases together,
+      and how many steps a call takes, are at least as the plan has them.
     - **fresh noise**: the stream of the noise comes in as an argument, each state gives one
       noise, and the last state goes out at the same place; nothing else reads its key. The
-      loss's key follows from an argument and is another one in each call; nothing else follows
-      from it.
+      loss's key is an argument that the caller gives anew to each call, or one that the state
+      keeps, with a counter of the state folded in (`fold_in`); nothing else follows from it.
     - **side door**: no private value goes into a callback, a print, `eqx.error_if` or a mutable
       array, or decides how long a loop runs or which branch is taken (outside of the engine).
     - **sampling**: a `sampler` that is given draws as the plan accounts for.
 
     **Guarantee.** If the report is `ok`, one call of the step is a Gaussian mechanism on the
     private arguments with at least the report's `noise_multiplier`, repeated `steps` times on other
-    samples, and its other results and side effects do not depend on them, except those that `kept`
-    and `disclosed` list. It holds under these assumptions:
+    samples, and its other results and side effects do not depend on them, except those that
+    `disclosed` lists. It holds under these assumptions:
 
     - Private arguments hold one example a row. Arguments of equal length belong together row by
       row, and no example stands in two rows. Removing an example moves the later ones by one row,
@@ -98,7 +95,10 @@ def check_privacy(
     - noise in one of two branches: counts as if both branches ran.
     - noise after a nonlinear optimizer: undecided: the sensitivity is unknown.
     - a call that takes several steps in a scan: `steps` of the plan, each on its own batch.
-    - noise drawn by `jax.random.normal`; a sum that other code clipped: undecided.
+    - noise drawn by `jax.random.normal`; a sum that other code clipped; a clipped sum that is
+      flattened, cut, or multiplied by anything but a constant number before the noise: undecided.
+    - a value without noise that stays in the state: undecided, since nobody may see it.
+    - a key of the loss that comes from `jax.random.split` in the step: undecided.
     - slices of a batch (`x[i::k]`), other gathers, casts of bits: undecided.
     - constants or random numbers that differ by slot: undecided, because removing an example
       shifts the slots.
@@ -125,19 +125,16 @@ def check_privacy(
             tells what is as long as the data. (A step of `make_step` makes its own.)
         disclose: dotted paths of results, exactly as the report names them (`"2.loss"`), that you
             release without noise on purpose.
-        kept: the same, of results that come back in the next call and that may hold private data.
-            Nobody may see them, or anything computed from them.
         public_rows: positions, names or dotted paths of public arguments with a row for each
             example, which moves with the example.
         **kwargs: more arguments, by name.
 
     Returns:
-        A [`PrivacyReport`][]: `ok`, `violations`, `undecided`, `releases`, `kept`; `str()` is a
-        table.
+        A [`PrivacyReport`][]: `ok`, `violations`, `undecided`, `releases`; `str()` is a table.
 
     Raises:
-        ValueError: `private` or `public_rows` is missing, or names nothing; `disclose` or `kept`
-            names no result; `plan` is no plan; the step runs on devices of several processes, and
+        ValueError: `private` or `public_rows` is missing, or names nothing; `disclose` names no
+            result; `plan` is no plan; the step runs on devices of several processes, and
             a private argument is an array of this process alone.
     """
     own_plan = getattr(fn, "plan", None)
@@ -154,134 +151,91 @@ def check_privacy(
     arrays = [argument.leaf for argument in arguments]
     rows = [leaf for leaf, its in zip(arrays, is_private, strict=True) if its]
     check_whole(jax.sharding.get_mesh(), rows, arrays)
-    try:
-        program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-        return _untraceable(error, plan)
-    names = [dotted(path) or "the result" for path, _ in tree_leaves_with_path(results)]
-    is_disclosed = _named_by("disclose", disclose, names)
-    is_kept = _named_by("kept", kept, names)
+    program, results, _ = eqx.filter_make_jaxpr(fn)(*args, **kwargs)
     is_row = [any(either) for either in zip(is_private, has_rows, strict=True)]
-    back_at = coming_back(args, kwargs, results)
-    returns = [None if at is None or is_row[at] else at for at in back_at]
-    masks = masks_among(arguments, is_row)
-
-    def followed(back: dict[int, Fact]) -> tuple[PrivacyFlow, list[Fact]]:
-        facts = [
-            _rowwise(argument, i in masks) if is_row[i] else back.get(i) or _public(i, argument)
-            for i, argument in enumerate(arguments)
-        ]
-        flow = PrivacyFlow()
-        line_of = functools.partial(users_line, within="check_privacy")
-        return flow, flow.program(program, facts, Context(line_of=line_of))
-
-    def coming(found: list[Fact], which: Sequence[bool]) -> dict[int, Fact]:
-        """The facts about arguments that private results come back as, if not known before."""
-        return {
-            at: private_fact("kept", f"argument {arguments[at].names[-1]}")
-            for fact, at, is_meant in zip(found, returns, which, strict=True)
-            if is_meant and at is not None and not fact.is_public and at not in back
-        }
-
-    back, (flow, found) = dict[int, Fact](), followed({})
-    while now := coming(found, is_kept):
-        back |= now
-        flow, found = followed(back)
-    # Values that are not named must not reach the model of the next call.
-    others = coming(found, [not one for one in is_disclosed])
-    later = followed(back | others)[0].record.found if others else ()
-    reaches = any(one.rule == "release" for one in later)
-    known = [*map(Result, names, found, returns, is_disclosed, is_kept)]
-    same = _same_keys(arguments, flow.record.constants)
-    step = TracedStep(flow.record, arguments, known, same, reaches)
+    masks, flow = masks_among(arguments, is_row), PrivacyFlow(arguments)
+    facts = [
+        _rowwise(argument, i in masks) if is_row[i] else _public(i, argument)
+        for i, argument in enumerate(arguments)
+    ]
+    line_of = functools.partial(users_line, within="check_privacy")
+    found = flow.program(program, facts, Context(line_of=line_of))
+    names = [dotted(path) or "the result" for path, _ in tree_leaves_with_path(results)]
+    returns = coming_back(args, kwargs, results)
+    back = [None if at is None or is_row[at] else at for at in returns]
+    known = map(Result, names, found, back, _named_by(disclose, names))
     of_data = getattr(fn, "_num_examples", None) if sampler is None else sampler.num_examples
     entries = (private,) if isinstance(private, int | str) else tuple(private)
     _check_arguments(flow.record, rows, statics_among(fn, args, kwargs, entries), of_data)
+    _check_keys(flow.record)
     if plan is not None and sampler is not None and not plan.draws_as(sampler):
         drawn = f"batches are drawn by {sampler}, and the plan accounts for {plan.sampling}"
-        flow.record.note(Context(line="sampler"), "sampling", drawn)
-    return report_on(step, plan)
+        flow.record.add("sampling", drawn, "sampler", True)
+    return report_on(flow.record, [*known], plan)
 
 
 def _rowwise(argument: Argument, is_mask: bool) -> Fact:
     """An argument with one example in each row."""
-    shape, name = argument.shape, argument.names[-1]
+    shape, is_index = argument.leaf.shape, np.issubdtype(argument.leaf.dtype, np.integer)
     index = ANY if is_mask else ""
     places = tuple(Row(shape[0], d, chosen_by=index) if d < 2 else None for d in range(len(shape)))
-    is_index = np.issubdtype(argument.dtype, np.integer)
-    role = MASK if is_mask else ("index", name) if is_index else ()
-    return Fact(Reach(Kind.PRIVATE, reason="data"), places, role=role)
+    token = MASK if is_mask else ("index", argument.names[-1]) if is_index else None
+    return Fact(Reach(DATA, "", True), places, token=token)
 
 
 def _public(i: int, argument: Argument) -> Fact:
-    """An argument that is the same for all examples: a stream, a key, a counter, or an array."""
-    shape, dtype = argument.shape, argument.dtype
+    """An argument that is the same for all examples: a stream, a key, or an array."""
     if argument.stream is not None:
         return Fact(token=Stream(*argument.stream))
-    places = (None,) * len(shape)
-    if is_key(argument):
-        is_plain = not shape and "rbg" not in str(dtype)  # whose children are not independent
+    places = (None,) * len(argument.leaf.shape)
+    if is_key(argument.leaf):
+        is_plain = not places and "rbg" not in str(argument.leaf.dtype)  # whose children differ
         return Fact(places=places, token=Key(i) if is_plain else None)
-    is_counter = not shape and np.issubdtype(dtype, np.integer)
-    return Fact(places=places, token=Counter(i) if is_counter else None)
+    return Fact(places=places, token=Given(i))
 
 
-def _same_keys(arguments: Sequence[Argument], constants: Sequence[Any]) -> list[tuple[str, str]]:
-    """Streams whose key another argument, or a constant of the step, holds as well."""
-    found, keys = list[tuple[str, str]](), dict[bytes, str]()
-    leaves = [(one.names[-1], one.stream, one.leaf) for one in arguments]
-    leaves += [("a constant of the step", None, value) for value in constants]
-    for name, stream, leaf in sorted(leaves, key=lambda leaf: leaf[1] is None):
-        is_words = eqx.is_array(leaf) and (is_key(leaf) or leaf.dtype == np.uint32)
-        if not is_words or (stream is not None and stream[1] != 0):
+def _check_keys(record: Record) -> None:
+    """Whether several streams, of several models too, have one key."""
+    known = dict[bytes, str]()
+    for argument in record.arguments:
+        if argument.stream is None or argument.stream[1] != KEY or not eqx.is_array(argument.leaf):
             continue
-        for one in [leaf] if stream is None else leaf.reshape(-1):  # several, of several models
-            words = _words(one)
-            found += [(keys[words], name)] if words in keys else []
-            keys |= {} if stream is None else {words: name}
-    return found
-
-
-def _words(leaf: Any) -> bytes:
-    """What a key is made of, typed or as words."""
-    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes()
+        for key in argument.leaf.reshape(-1):
+            words, name = np.asarray(jax.random.key_data(key)).tobytes(), argument.names[-1]
+            if words in known:
+                found = f"{known[words]} and {name} hold the same key"
+                record.add("fresh noise", found, "the arguments", True)
+            known[words] = name
 
 
 def _check_arguments(
     record: Record, rows: Sequence[Any], statics: Sequence[str], of_data: int | None
 ) -> None:
     """What the program holds as constants, and what one host alone holds of a batch."""
-    at, lengths = Context(line="the arguments"), {row.shape[0] for row in rows if row.shape}
+    lengths = {row.shape[0] for row in rows if row.shape}
     if statics:
         found = f"{some(statics, 3)}: private, and no array. It is part of the program, so all that"
-        record.note(at, "release", f"{found} the step returns may depend on it", is_decided=False)
+        record.add("release", f"{found} the step returns may depend on it", "the arguments")
     for value in record.constants:
         shape, places = np.shape(value), of_array(value).places
         is_long = shape[0] in lengths and places[:1] != (EVEN,)
         is_long |= any(n == of_data and p != EVEN for n, p in zip(shape, places, strict=False))
         if is_long:
             found = f"the step closes over an array of shape {shape}, as long as the batch or data"
-            record.note(Context(line="the step"), "examples apart", found, is_decided=False)
+            record.add("examples apart", found, "the step")
     own = [row for row in rows if not isinstance(row, jax.Array) or row.is_fully_addressable]
     if jax.process_count() > 1 and any(not is_shape(row) for row in own):
         found = "there are several processes, and private arguments are arrays of this one alone: "
         found += "put the parts of all together by rules.shard_batch((x, y, is_padding_example))"
-        record.note(at, "examples apart", found, is_decided=False)
+        record.add("examples apart", found, "the arguments")
 
 
-def _untraceable(error: Exception, plan: PrivacyPlan | None) -> PrivacyReport:
-    said = str(error).strip().splitlines()[0]
-    found = f"the step cannot be traced, for a value decides a shape or what Python does: {said}"
-    undecided = finding("side door", found, "the error that JAX raises for this step", False)
-    return PrivacyReport(plan, (), (undecided,), (), (), (), math.inf, 0, ())
-
-
-def _named_by(what: str, patterns: Iterable[str], names: list[str]) -> list[bool]:
-    known = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    for pattern in known:
-        if pattern not in names:
+def _named_by(disclose: Iterable[str], names: list[str]) -> list[bool]:
+    known = (disclose,) if isinstance(disclose, str) else tuple(disclose)
+    for name in known:
+        if name not in names:
             raise ValueError(
-                f"{what} names {shown(pattern)}, which is none of the results. Name them exactly: "
+                f"disclose names {shown(name)}, which is none of the results. Name them exactly: "
                 f"{some(names, 20)}."
             )
     return [name in known for name in names]

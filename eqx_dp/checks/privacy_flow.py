@@ -1,6 +1,6 @@
 """Facts about the values of a training step, from its arguments to its results."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,20 @@ from ..gradients import Mark
 from ..privacy import NoiseMark
 from ..programs import UNCHANGED, ShardMap, mark_on, named
 from . import rows, streams
-from .engine import engine_call
-from .facts import EVEN, Fact, Kind, Reach, either, evaluated, of_array, private, reached
+from .arguments import Argument
+from .facts import EVEN, Fact, either, of_array, private, reached, turns_of
 from .flow import Context, Flow, shape_of
-from .noise import noise
-from .record import Record, is_door, is_error_if, is_proven
+from .marked import engine_call, noise
+from .record import Record, is_door, is_error_if
 from .roles import gathered, role_of
-from .streams import Counter, Key, Stream
+from .streams import Given, Key, Stream
 from .sums import ADDITIONS, added, linear
 
 _HOST = named("pure_callback io_callback buffer_callback")
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32 random_gamma")
+_SAME_VALUE = UNCHANGED | named("broadcast_in_dim reshape squeeze")
+_LOOP = "a loop carries a clipped sum, or stacks several"
+SECRET = "the key of a noise, or noise that is kept, is in it: anyone with that can subtract it"
 
 
 class PrivacyFlow(Flow[Fact]):
@@ -32,9 +35,9 @@ class PrivacyFlow(Flow[Fact]):
 
     nothing = Fact()
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Sequence[Argument]) -> None:
         super().__init__()
-        self.record = Record()
+        self.record = Record(arguments)
         self._facts: dict[int, tuple[Any, Fact]] = {}
 
     def constant(self, value: Any) -> Fact:
@@ -48,28 +51,23 @@ class PrivacyFlow(Flow[Fact]):
         """The fact about a value that may be any of several."""
         if len({*facts}) == 1:
             return facts[0]
-        found = either([self._read(fact) for fact in facts])
-        for fact in facts if found.token is None else ():
-            self.record.use("something else", fact, fact.reach.where)
-        return found
+        return either([self._read(fact, fact.reach.where) for fact in facts])
 
     def holder(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """The facts about an equation's results; none if the check itself fails."""
         try:
             match mark_on(equation):
                 case Mark() as mark:
-                    read = [self._read(fact, context.line) for fact in inputs]
-                    results = engine_call(self.record, context, equation, mark, read)
+                    read = [self._secret(fact, context.line) for fact in inputs]
+                    return engine_call(self.record, context, equation, mark, read)
                 case NoiseMark() as mark:
-                    results = noise(self.record, context, equation, mark, inputs)
+                    return noise(self.record, context, equation, mark, inputs)
                 case _:
-                    results = super().holder(context, equation, inputs)
-            assert len(results) == len(equation.outvars)
-            return results
+                    return super().holder(context, equation, inputs)
         except Exception as error:
             found = f"the check failed at '{equation.primitive.name}' (report it): {error!r}"
-            self.record.note(context, "release", found, is_decided=False)
-            return [private("unknown", context.line)] * len(equation.outvars)
+            self.record.note(context, "release", found)
+            return [private("the check failed", context.line)] * len(equation.outvars)
 
     def equation(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[Fact]:
         """The facts about the results of an equation that holds no program."""
@@ -78,44 +76,29 @@ class PrivacyFlow(Flow[Fact]):
             return inputs
         if name in UNCHANGED and isinstance(inputs[0].token, Stream):
             return [Fact(token=inputs[0].token)]
-        inputs = [self._read(fact, context.line) for fact in inputs]
+        inputs = [self._secret(fact, context.line) for fact in inputs]
         for fact in inputs if is_door(equation) else ():
             if not fact.is_public:
-                self.record.door(context, equation, is_proven(fact))
+                self.record.door(context, equation, fact.is_proven)
         if (total := _total(equation, inputs)) is not None:
             return [total]
         if name in _HOST and not is_error_if(equation):
-            return [private("host", context.line)] * count
-        tokens = self._tokens(context, equation, inputs)
-        return [
-            self._made(context, equation, variable, inputs)._replace(token=token)
-            for variable, token in zip(equation.outvars, tokens, strict=True)
-        ]
-
-    def _made(
-        self, context: Context, equation: JaxprEqn, variable: Any, inputs: list[Fact]
-    ) -> Fact:
-        name = equation.primitive.name
-        if {fact.reach.kind for fact in inputs} - {Kind.PUBLIC} == {Kind.SUM}:
-            return linear(context, equation, inputs)
-        reach = reached(inputs, "rows", context.line)
-        reach = reach._replace(is_drawn=reach.is_drawn or name in _DRAWS)
-        places = gathered(equation, inputs) if name == "gather" else None
-        if places is None:
-            places = rows.places_of(equation, variable, inputs)
-        value = evaluated(equation, inputs) if reach.kind is Kind.PUBLIC else None
-        turns = frozenset[Hashable]().union(*(fact.turns for fact in inputs))
-        return Fact(reach, places, turns, role_of(equation, inputs), value=value)
-
-    def _tokens(self, context: Context, equation: JaxprEqn, inputs: list[Fact]) -> list[object]:
-        """The keys and counters that results are; notes what else reads a key."""
-        count, first = len(equation.outvars), inputs[0].token if inputs else None
-        if isinstance(first, Key) and first.is_many and equation.primitive.name == "unstack":
-            return [first.one(i) for i in range(count)]
+            why = "a host function returns it, which may be of any data"
+            return [private(why, context.line)] * count
         token = streams.token_of(equation, inputs) if count else None
         for fact in inputs[isinstance(token, Key) :]:
-            self.record.use("something else", fact, context.line)
-        return [token] * count
+            self.record.use(fact, context.line)
+        if not count:
+            return []
+        if any(fact.sum for fact in inputs) and not any(fact.reach.why for fact in inputs):
+            return [linear(context, equation, inputs)] * count
+        reach = reached(inputs, f"a clipped sum is in it, through '{name}'", context.line)
+        reach = reach._replace(is_random=reach.is_random or name in _DRAWS)
+        value = inputs[0].value if inputs and name in _SAME_VALUE else None
+        found = Fact(reach, (), turns_of(inputs), None, token or role_of(equation, inputs), value)
+        gathers = gathered(equation, inputs) if name == "gather" else None
+        places = [gathers or rows.places_of(equation, v, inputs) for v in equation.outvars]
+        return [found._replace(places=one) for one in places]
 
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
         """Results of a choice or a loop that a value controls."""
@@ -123,74 +106,74 @@ class PrivacyFlow(Flow[Fact]):
         if by.is_public:
             return [fact._replace(turns=fact.turns | by.turns) for fact in results]
         found = "a private value decides which branch is taken, or how long a loop runs"
-        self.record.note(context, "side door", found, is_proven(by))
-        lost = [self._read(fact, context.line) for fact in results]
-        return [Fact(reached([by, fact], "steered", context.line)) for fact in lost]
+        self.record.note(context, "side door", found, by.is_proven)
+        lost = [by, *(self._read(fact, context.line) for fact in results)]
+        return [Fact(reached(lost, "a clipped sum decides about it", context.line))] * len(results)
 
     def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
         """A `shard_map` by hand: of what is private, nothing is known in it."""
-        for fact in inputs:
-            self.record.use("something else", fact, context.line)
-        lost = private("devices", context.line)
-        read = [self._read(fact) for fact in inputs]
+        why = "it comes from a shard_map by hand: use sharding= of filter_clipped_grad instead"
+        lost = private(why, context.line)
+        read = [self._read(fact, context.line) for fact in inputs]
         found = self.program(spread.body, [Fact() if f.is_public else lost for f in read], context)
-        return [Fact() if self._read(fact).is_public else lost for fact in found]
+        return [Fact() if self._read(f, context.line).is_public else lost for f in found]
 
-    def _read(self, fact: Fact, line: str = "") -> Fact:
-        """A value that something other than noise reads."""
+    def _secret(self, fact: Fact, line: str) -> Fact:
+        """A value that is read by something other than noise."""
         is_secret = isinstance(fact.token, Stream) and fact.token.is_secret
-        return private("secret", line) if is_secret else fact
+        return private(SECRET, line, True) if is_secret else fact
+
+    def _read(self, fact: Fact, line: str) -> Fact:
+        """The same, by something that is of no use for keys, too."""
+        self.record.use(fact, line)
+        return self._secret(fact, line)
 
     # Loops.
 
     def sliced(self, context: Context, fact: Fact) -> Fact:
         """An entry along the first dimension, in a turn of a loop."""
         loop = context.loops[-1].path
-        if fact.sum is not None:
-            return Fact(reached([fact], "loop", context.line))
         fact = self._read(fact, context.line)
-        self.record.use("something else", fact, context.line)
         is_other = fact.is_public and fact.places[:1] != (EVEN,)
-        return fact._replace(
-            role=fact.role if fact.role[:1] in (("mask",), ("index",)) else (),
-            places=rows.sliced(fact.places, loop),
-            turns=fact.turns | ({loop} if is_other else set()),
-            token=None,
-            value=None,
-        )
+        turns = fact.turns | ({loop} if is_other else set())
+        token = fact.token if (fact.token or ())[:1] in (("mask",), ("index",)) else None
+        places = rows.sliced(fact.places, loop)
+        return Fact(reached([fact], _LOOP, context.line), places, turns, token=token)
 
     def stacked(self, context: Context, fact: Fact) -> Fact:
         """The stacked results of all turns."""
-        loop = context.loops[-1].path
         fact = self._read(fact, context.line)
-        self.record.use("something else", fact, context.line)
-        return Fact(reached([fact], "loop", context.line), turns=fact.turns - {loop})
+        outer = fact.turns - {context.loops[-1].path}
+        return Fact(reached([fact], _LOOP, context.line), turns=outer)
 
     def entry(self, context: Context, fact: Fact, i: int) -> Fact:
         """Running totals and streams begin as symbols: what one turn does, all turns do."""
-        loop = context.loops[-1].path
-        if isinstance(fact.token, Stream):
+        loop, token = context.loops[-1].path, fact.token
+        if isinstance(token, Stream):
             inside = streams.loops_of(context)
-            return Fact(token=fact.token._replace(at=("turn", loop), loops=inside))
-        role = ("total", loop, i) if fact.is_public else ()
-        reach = reached([fact], "loop", context.line)
-        turns = fact.turns if isinstance(fact.token, Key) else fact.turns | {loop}
-        return Fact(reach, fact.places, turns, role, token=fact.token)
+            return Fact(token=token._replace(at=("turn", loop), loops=inside))
+        is_counter = isinstance(token, Given) and not fact.places
+        if not isinstance(token, Key) and not is_counter:
+            token = ("total", loop, i) if fact.is_public else None
+        turns = fact.turns if isinstance(token, Key) else fact.turns | {loop}
+        return Fact(reached([fact], _LOOP, context.line), fact.places, turns, token=token)
 
     def widened(self, context: Context, start: Fact, end: Fact) -> Fact:
         """The fact at the beginning of a turn, given that at its end."""
-        if isinstance(start.token, Stream) or (start.role and end.role == start.role):
+        if isinstance(start.token, Stream) or (_is_total(start) and end.token == start.token):
             return start
-        if start.role and end.role == ("added", *start.role[1:]):
-            return Fact(private("loop", context.line).reach, role=start.role)
+        if _is_total(start) and end.token == ("added", *start.token[1:]):
+            return private(_LOOP, context.line)._replace(token=start.token)
         token = start.token if start.token == end.token else None
-        if isinstance(start.token, Counter) and isinstance(end.token, Counter):
+        if isinstance(start.token, Given) and isinstance(end.token, Given):
             is_up = end.token.root == start.token.root and end.token.plus >= start.token.plus
             token = start.token if is_up else None
-        found = either([fact._replace(role=(), token=token) for fact in (start, end)])
+        both = (start, end) if token else [self._read(fact, context.line) for fact in (start, end)]
+        found = either([fact._replace(token=token) for fact in both], context.line)
         if end.sum is not None:
-            found = found._replace(reach=reached([end], "loop", context.line))
-        return found._replace(role=start.role if found.is_public else ())
+            found = found._replace(reach=reached([end], _LOOP, context.line))
+        is_still = _is_total(start) and found.is_public
+        return found._replace(token=start.token) if is_still else found
 
     def after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
         """What a loop carries, after its last turn."""
@@ -198,15 +181,20 @@ class PrivacyFlow(Flow[Fact]):
         if isinstance(first.token, Stream):
             token = streams.after_loop(first.token, end.token, loop, outer)
             if token is None:
-                return private("secret", context.line)
+                return private(SECRET, context.line, True)
             if token != first.token:
-                self.record.streams.use(outer, first.token)
+                self.record.draw(outer, first.token)
             return Fact(token=token)
-        if start.role and end.role == ("added", *start.role[1:]) and end.sum is not None:
-            return Fact(Reach(Kind.SUM), sum=end.sum._replace(over=None))
-        if isinstance(start.token, Counter) and isinstance(end.token, Counter):
-            return start._replace(token=end.token, role=())
-        return start._replace(role=())
+        if _is_total(start) and end.token == ("added", *start.token[1:]) and end.sum is not None:
+            return Fact(sum=end.sum._replace(over=None))
+        is_counter = isinstance(start.token, Given) and isinstance(end.token, Given)
+        token = None if _is_total(start) else start.token
+        return start._replace(token=end.token if is_counter else token)
+
+
+def _is_total(fact: Fact) -> bool:
+    """Whether it is a value that a loop carries, at the beginning of a turn."""
+    return (fact.token or ())[:1] == ("total",)
 
 
 def _total(equation: JaxprEqn, inputs: list[Fact]) -> Fact | None:
@@ -214,12 +202,11 @@ def _total(equation: JaxprEqn, inputs: list[Fact]) -> Fact | None:
     if equation.primitive.name not in ADDITIONS:
         return None
     for one, other in (inputs, inputs[::-1]):
-        if one.role[:1] not in (("total",), ("added",)) or other.sum is None or other.role:
+        kind, *which = one.token or ("",)
+        if kind not in ("total", "added") or other.sum is None or other.token:
             continue
         is_beside = len({shape_of(variable) for variable in equation.invars}) == 1
-        if is_beside and other.sum.over == one.role[1]:
-            sums = [other.sum, *([] if one.sum is None else [one.sum])]
-            is_exact = other.sum.is_exact and one.sum is None
-            total = other.sum._replace(rows=added(sums), is_exact=is_exact)
-            return Fact(Reach(Kind.SUM), role=("added", *one.role[1:]), sum=total)
+        if is_beside and other.sum.over == which[0]:
+            total = added([other.sum, *([] if one.sum is None else [one.sum])])
+            return Fact(sum=total, token=("added", *which))
     return None

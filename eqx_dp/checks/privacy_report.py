@@ -27,38 +27,31 @@ class Finding(NamedTuple):
     found: str
     where: str
     advice: str
-    is_decided: bool = True
+    is_decided: bool
 
 
 ADVICE = {
     "release": "Noise comes first: plan.privatizer ahead in the optimizer's chain, or dp.add_noise "
     "on what filter_clipped_grad returns. Leave other values out of the results, or name their "
-    "paths in disclose= (released without noise on purpose) or kept= (they come back, and nobody "
-    "sees them).",
+    "paths in disclose= (released without noise on purpose).",
     "noise": "Give what filter_clipped_grad returns, before all other arithmetic, the noise of "
     "plan.privatizer, or noisy, state = dp.add_noise(grads, state, stddev) with the plan's noise "
     "multiplier times this sensitivity. The check knows no other noise (jax.random.normal).",
     "fresh noise": "Begin a stream once, state = dp.noise_stream(), pass each state to one draw "
     "alone, and return the last one at the place where it came in, and nowhere else. For a loss "
-    "that draws, fold a counter of the state into a key (jax.random.fold_in(key, step)), or split "
-    "it once and return the other half at its place; use it for nothing else.",
+    "that draws, take another key in each call, or fold a counter of the state into a key that it "
+    "keeps (jax.random.fold_in(key, step)); use it for nothing else.",
     "examples apart": "Give the engine the step's own batch arguments, or views of them row by "
     "row, and the mask as it came, or OR-ed (mask | more); call it is_padding_example. Work and "
-    "draw within the loss, let the engine make microbatches. Pass what has a row for each example "
-    "as an argument, named in private=, or in public_rows= if it is public.",
+    "draw within the loss. Pass what has a row for each example as an argument, named in private=, "
+    "or in public_rows= if it is public.",
     "padding": "Slots without an example would count as one: give the sampler's mask, "
     "is_padding_example=mask, and name it in private=.",
     "side door": "Take it out, or give it public values alone; decide within the loss, and use "
-    "masks and jnp.where for shapes. A solver of diffrax, lineax or optimistix takes throw=False; "
-    "or set EQX_ON_ERROR=off in the environment.",
+    "masks and jnp.where for shapes. A solver takes throw=False; or set EQX_ON_ERROR=off.",
     "sampling": "Take plan.sampler(num_examples).",
 }
 """What to do, by rule."""
-
-
-def finding(rule: str, found: str, where: str, is_decided: bool = True) -> Finding:
-    """A finding, with what to do."""
-    return Finding(rule, found, where, ADVICE[rule], is_decided)
 
 
 class Release(NamedTuple):
@@ -88,10 +81,8 @@ class PrivacyReport(NamedTuple):
         violations: findings that break a rule.
         undecided: findings that may break one.
         releases: sums that leave the step through noise.
-        kept: results named in `kept=` that hold private data and come back in the next call. Do not
-            publish them, or anything computed from them.
         disclosed: results that were disclosed by name. No plan accounts for them.
-        noise_multiplier: of all releases of a step together; infinite without any.
+        noise_multiplier: of all releases of a step together; infinite without any, 0 if unknown.
         steps: how many steps of the plan a call takes.
         notes: assumptions of the check.
     """
@@ -100,7 +91,6 @@ class PrivacyReport(NamedTuple):
     violations: tuple[Finding, ...]
     undecided: tuple[Finding, ...]
     releases: tuple[Release, ...]
-    kept: tuple[str, ...]
     disclosed: tuple[str, ...]
     noise_multiplier: float
     steps: int
@@ -131,9 +121,6 @@ class PrivacyReport(NamedTuple):
             for finding in findings:
                 yield from ("", f"{name}, {finding.rule}: {finding.found}")
                 yield from (f"  at {finding.where}", f"  {finding.advice}")
-        if self.kept:
-            yield from ("", "kept, not noised (comes back in the next call; do not publish):")
-            yield from (f"  {name}" for name in self.kept)
         if self.disclosed:
             yield from ("", f"disclosed, without noise: {', '.join(self.disclosed)}")
         if self.releases:
@@ -145,21 +132,14 @@ class PrivacyReport(NamedTuple):
         counts = [f"{len(found)} {name}" for name, found in named if found]
         if self.plan is None:
             return f"{', '.join(counts) or 'no violation'}; no plan was given to check against"
-        multiplier, planned = _shown(self.noise_multiplier), self.plan.noise_multiplier
         found = ", ".join(counts) or "private as planned"
-        return f"{found}: noise multiplier {multiplier}, {planned:.6g} planned"
+        planned = f"{self.plan.noise_multiplier:.6g} planned"
+        return f"{found}: noise multiplier {self.noise_multiplier:.6g}, {planned}"
 
 
 def _cells(release: Release) -> tuple[str, ...]:
-    numbers = f"{release.sensitivity:.4g}", f"{release.stddev:.4g}"
-    multiplier, where = _shown(release.noise_multiplier), some(release.where, 2)
-    return *numbers, multiplier, str(release.times), where
-
-
-def _shown(multiplier: float) -> str:
-    if multiplier == 0:
-        return "0, or not known"
-    return "none" if math.isinf(multiplier) else f"{multiplier:.6g}"
+    *numbers, times, where = release
+    return *(f"{number:.6g}" for number in numbers), str(times), some(where, 2)
 
 
 def as_json(kind: str, report: Any) -> str:

@@ -8,13 +8,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..programs import UNCHANGED
-from .facts import Fact, Place, Row, value_of, whole_number
+from .facts import Fact, Place, Row
 from .flow import dtype_of, shape_of
 
 Role: TypeAlias = tuple[Any, ...]
-"""One of these, or () for none:
+"""A token of a value; one of these, or () for none:
 
-| role | the value |
+| token | the value |
 |---|---|
 | `("mask",)` | is True wherever the step's mask argument is |
 | `("index", name)` | is the integer argument `name` |
@@ -34,17 +34,17 @@ def role_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Role:
     name = equation.primitive.name
     if dtype_of(equation.outvars[0]) == np.bool_ and (found := _mask(name, inputs)):
         return found
-    first = inputs[0].role if inputs else ()
-    by = whole_number(inputs[1]) if len(inputs) > 1 else None
+    first: Role = (inputs[0].token if inputs else None) or ()
+    by = inputs[1].value if len(inputs) > 1 else None
     match name, first:
         case "lt", ("index", who) if by == 0:
             return "negative", who
-        case "add", ("index", who) if by is not None:
+        case "add", ("index", who) if isinstance(by, int):
             return "behind", who, by
         case "select_n", ("negative", who):
-            plain, behind = (fact.role for fact in inputs[1:])
-            is_so = plain == ("index", who) and behind[:2] == ("behind", who)
-            return ("wrapped", who, behind[2]) if is_so else ()
+            plain, (kind, *behind) = inputs[1].token, inputs[2].token or ("",)
+            is_so = plain == ("index", who) and kind == "behind" and behind[0] == who
+            return ("wrapped", *behind) if is_so else ()
         case "convert_element_type", ("index" | "wrapped" | "behind", *_):
             is_wide = equation.params["new_dtype"] in (jnp.int32, jnp.int64)
             return first if is_wide else ()
@@ -56,7 +56,7 @@ def role_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Role:
 
 def _mask(name: str, inputs: Sequence[Fact]) -> Role:
     """Whether a boolean value is True wherever the mask is."""
-    is_so = [fact.role == MASK or _is_true(fact) for fact in inputs]
+    is_so = [fact.token == MASK or fact.value is True for fact in inputs]
     if name == "or":
         return MASK if any(is_so) else ()
     if name == "and" or name in _SHAPED or name == "convert_element_type":
@@ -64,11 +64,6 @@ def _mask(name: str, inputs: Sequence[Fact]) -> Role:
     if name == "select_n":
         return MASK if all(is_so[1:]) else ()
     return ()
-
-
-def _is_true(fact: Fact) -> bool:
-    value = value_of(fact)
-    return value is not None and np.asarray(value).dtype == bool and bool(np.all(value))
 
 
 def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | None:
@@ -81,7 +76,7 @@ def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | 
     numbers, shape = equation.params["dimension_numbers"], shape_of(equation.outvars[0])
     rows = (*shape_of(equation.invars[0]), 0)[0]
     is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
-    role: Role = (*index.role, "", "", 0)
+    role: Role = (*(index.token or ()), "", "", 0)
     kind, name, behind = role[:3]
     is_known = kind == "index" or (kind == "wrapped" and behind == rows)
     is_whole = values.places[:1] == (Row(rows, 0),)

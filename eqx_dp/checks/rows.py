@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
@@ -26,33 +27,37 @@ Layout: TypeAlias = Sequence[Sequence[From]]
 """For each operand: for each dimension of the result, where it comes from."""
 
 _Shape: TypeAlias = tuple[int, ...]
-_ENTRIES = ENTRY_BY_ENTRY | UNCHANGED | named("nextafter xor real imag")
-_WINDOWS = named("reduce_window_sum reduce_window_max reduce_window_min")
+_Rule: TypeAlias = Callable[[Any, list[_Shape], _Shape], Layout]
 
 
 def layout(equation: JaxprEqn, shape: _Shape) -> Layout | None:
     """Where the dimensions of an equation's result come from; None if that is not known."""
-    name, shapes = equation.primitive.name, [shape_of(v) for v in equation.invars]
-    all_alike = (ALL,) * len(shape)
-    if name in _ENTRIES:
-        if any(len(one) not in (0, len(shape)) for one in shapes):
-            return None
-        return [
-            [d if n == m else ALL for d, (n, m) in enumerate(zip(one, shape, strict=True))]
-            if one
-            else all_alike
-            for one in shapes
-        ]
-    if name in _MIXED:
-        found = _but(_dims(equation.params[_MIXED[name]]), shapes, shape)
-    elif name in _LEFT_OUT:
-        dims = _dims(equation.params[_LEFT_OUT[name]])
-        found = [[d for d in range(len(shapes[0])) if d not in dims]]
-    elif name in _RULES:
-        found = _RULES[name](equation.params, shapes, shape)
-    else:
+    rule, shapes = _RULES.get(equation.primitive.name), [shape_of(v) for v in equation.invars]
+    if rule is None:
         return None
-    return [*found, *[all_alike] * (len(shapes) - len(found))]
+    found = rule(equation.params, shapes, shape)
+    return [*found, *[(ALL,) * len(shape)] * (len(shapes) - len(found))]
+
+
+def _mixed(param: str) -> _Rule:
+    """Entries meet along the dimensions that a parameter names."""
+    return lambda params, shapes, shape: _but(_dims(params[param]), shapes, shape)
+
+
+def _left_out(param: str) -> _Rule:
+    """The result lacks the dimensions that a parameter names."""
+    return lambda params, shapes, shape: [
+        [d for d in range(len(shapes[0])) if d not in _dims(params[param])]
+    ]
+
+
+def _dims(given: Any) -> tuple[int, ...]:
+    return tuple(np.ravel(given).tolist())  # one number, of NumPy too, or several
+
+
+def _entries(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    """Operands are scalars, or of the result's shape."""
+    return [[d if one else ALL for d in range(len(shape))] for one in shapes]
 
 
 def _broadcast(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
@@ -62,33 +67,18 @@ def _broadcast(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     return [found]
 
 
-_ALONG = named("cumsum cumprod cummax cummin cumlogsumexp")
-_MIXED = {
-    **dict.fromkeys(_ALONG, "axis"),
-    "rev": "dimensions",
-    "concatenate": "dimension",
-    "sort": "dimension",
-    "split": "axis",
-}
-"""By primitive, the parameter with the dimensions along which entries meet."""
-
-_LEFT_OUT = {"squeeze": "dimensions", "unstack": "axis", "argmax": "axes", "argmin": "axes"} | {
-    f"reduce_{name}": "axes" for name in ("sum", "max", "min", "prod", "and", "or")
-}
-"""By primitive, the parameter with the dimensions that a result does not have."""
-
-
-def _dims(given: Any) -> tuple[int, ...]:
-    return (given,) if isinstance(given, int) else tuple(given)
-
-
 def _cut(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     lengths = enumerate(zip(shapes[0], shape, strict=True))
     return [[d if n == m else None for d, (n, m) in lengths]]
 
 
-def _but(over: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+def _but(over: Sequence[int], shapes: list[_Shape], shape: _Shape) -> Layout:
     return [[None if d in over else d for d in range(len(shape))]] * len(shapes)
+
+
+def _pad(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
+    padded = [d for d, edges in enumerate(params["padding_config"]) if any(edges)]
+    return _but(padded, shapes[:1], shape)
 
 
 def _stack(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
@@ -115,43 +105,40 @@ def _convolution(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     return [of_image, of_kernel]
 
 
-def _window(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    sizes = zip(params["window_dimensions"], shapes[0], shape, strict=True)
-    return [[d if size == 1 and n == m else None for d, (size, n, m) in enumerate(sizes)]]
-
-
 def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    """Batching dimensions are kept, and so are windows as large as the operand."""
+    """Windows as large as the operand are kept; other entries are looked up in all of it."""
     numbers = params["dimension_numbers"]
-    found: list[From] = [None] * len(shape)
+    of_table: list[From] = [ALL] * len(shape)
     of_index: list[From] = [ALL] * len(shape)
-    dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    windows = [d for d in range(len(shapes[0])) if d not in dropped]
+    if numbers.operand_batching_dims:
+        return [[None] * len(shape)] * 2
+    windows = [d for d in range(len(shapes[0])) if d not in numbers.collapsed_slice_dims]
     for to, dim in zip(numbers.offset_dims, windows, strict=True):
-        found[to] = dim if params["slice_sizes"][dim] == shapes[0][dim] else None
+        of_table[to] = dim if params["slice_sizes"][dim] == shapes[0][dim] else None
     for dim, to in enumerate(d for d in range(len(shape)) if d not in numbers.offset_dims):
-        of_index[to], found[to] = dim, ALL
-        if dim in numbers.start_indices_batching_dims:
-            at = numbers.start_indices_batching_dims.index(dim)
-            found[to] = numbers.operand_batching_dims[at]
-    return [found, of_index]
+        of_index[to] = dim
+    return [of_table, of_index]
 
 
-_Rule: TypeAlias = Callable[[Any, list[_Shape], _Shape], Layout]
+_REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
 _RULES: dict[str, _Rule] = {
+    **dict.fromkeys(ENTRY_BY_ENTRY | UNCHANGED | named("nextafter xor real imag"), _entries),
     "broadcast_in_dim": _broadcast,
     "slice": _cut,
     "dynamic_slice": _cut,
     "gather": _gather,
     "stack": _stack,
+    "pad": _pad,
     "dot_general": _product,
     "conv_general_dilated": _convolution,
+    **dict.fromkeys(named("cumsum cumprod cummax cummin cumlogsumexp split"), _mixed("axis")),
+    **dict.fromkeys(named("concatenate sort"), _mixed("dimension")),
+    "rev": _mixed("dimensions"),
+    **dict.fromkeys(named(_REDUCTIONS), _left_out("axes")),
+    "squeeze": _left_out("dimensions"),
+    "unstack": _left_out("axis"),
     "iota": lambda params, shapes, shape: [],
     "transpose": lambda params, shapes, shape: [params["permutation"]],
-    "pad": lambda params, shapes, shape: _but(
-        [d for d, edges in enumerate(params["padding_config"]) if any(edges)], shapes[:1], shape
-    ),
-    **dict.fromkeys(_WINDOWS, _window),
 }
 
 

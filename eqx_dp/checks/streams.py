@@ -2,19 +2,19 @@
 
 Each state of a stream gives one noise, and the state after the last draw goes out at the place
 where the stream came in. A key of a loss is a root, an argument of the step, followed by the
-numbers that were folded in. `jax.random.split(key, n)[i]` is `fold_in(key, i)`. Keys of different
-roots are independent, and so are keys of one root whose paths have different constants at some
-place and agree before it. A key that is a prefix of another one reveals it.
+numbers that were folded in. Keys of different roots are independent, and so are keys of one root
+whose paths have different constants at some place. A key that is a prefix of another one reveals
+it.
 """
 
-from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from ..programs import UNCHANGED
-from .facts import Fact, whole_number
+from .facts import Fact
 from .flow import Context, Loop, dtype_of, shape_of
 
 KEY, PAST = 0, 3
@@ -42,42 +42,6 @@ class Stream(NamedTuple):
         return self.part == KEY or self.part >= PAST
 
 
-class Draw(NamedTuple):
-    """What uses a state of a stream up: noise, or a loop that carries it.
-
-    Attributes:
-        path: where.
-        line: the source line.
-        is_again: whether a loop does it in each turn, with the same state.
-    """
-
-    path: Hashable
-    line: str
-    is_again: bool
-
-
-class Streams:
-    """Which states of streams were used up, and where."""
-
-    def __init__(self) -> None:
-        self.drawn: defaultdict[tuple[int, Hashable], dict[Draw, None]] = defaultdict(dict)
-
-    def use(self, context: Context, token: Stream) -> None:
-        """Notes that noise, or a loop, uses a state up."""
-        if context.is_final:
-            is_again = loops_of(context) != token.loops
-            draw = Draw(context.path, context.line, is_again)
-            self.drawn[token.root, token.at][draw] = None
-
-    def twice(self) -> list[tuple[Draw, Draw]]:
-        """Pairs that have the same noise; a loop is a pair with itself."""
-        found: list[tuple[Draw, Draw]] = []
-        for draws in map(list, self.drawn.values()):
-            found += [(draw, draw) for draw in draws if draw.is_again]
-            found += [(a, b) for i, a in enumerate(draws) for b in draws[:i]]
-        return found
-
-
 def loops_of(context: Context) -> tuple[Hashable, ...]:
     """The loops around an equation."""
     return tuple(loop.path for loop in context.loops)
@@ -101,12 +65,9 @@ def after_loop(token: Stream, end: object, loop: Loop, outer: Context) -> Stream
 
 # Keys of losses, and the counters that are folded into them.
 
-EVERY = "each number"
-Fold: TypeAlias = int | str | tuple[str, int]
 
-
-class Counter(NamedTuple):
-    """An integer argument, plus a constant."""
+class Given(NamedTuple):
+    """An argument that is no key and is not private; of an integer, plus a constant."""
 
     root: int
     plus: int = 0
@@ -117,71 +78,54 @@ class Key(NamedTuple):
 
     Attributes:
         root: the argument.
-        path: what was folded in: constants, `("counter", argument)`; `EVERY` at the end of several
-            keys from `split`.
+        path: what was folded in: constants, arguments as they came, or `EVERY` number.
     """
 
     root: int
-    path: tuple[Fold, ...] = ()
+    path: tuple[int | str | Given, ...] = ()
 
-    @property
-    def is_many(self) -> bool:
-        """Whether it is several keys from `split`."""
-        return self.path[-1:] == (EVERY,)
 
-    def one(self, i: int) -> "Key":
-        """One of several."""
-        return Key(self.root, (*self.path[:-1], i))
+EVERY = "each number"
 
 
 class Use(NamedTuple):
     """A use of a key.
 
     Attributes:
-        what: `"loss"`, or anything else.
         key: the key.
         line: the source line.
-        is_fresh: whether it may be another one in each turn of the loops around.
+        of_loss: the call of the engine that draws with it; None for anything else.
     """
 
-    what: str
     key: Key
     line: str
-    is_fresh: bool = True
+    of_loss: Hashable = None
 
 
-def token_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Key | Counter | None:
-    """The key or the counter that a result is; None if it is none, or not known."""
-    name, first = equation.primitive.name, inputs[0].token if inputs else None
-    if isinstance(first, Key):
-        return first if name in UNCHANGED else _key(name, equation, first, inputs)
-    dtype = dtype_of(equation.outvars[0])
-    if (
-        not isinstance(first, Counter)
-        or dtype is None
-        or dtype.itemsize < 4
-        or dtype.kind not in "iu"
-    ):
-        return None
-    by = whole_number(inputs[1]) if name == "add" else None
-    if by is not None:
-        return first._replace(plus=first.plus + by)
-    return first if name in UNCHANGED | {"convert_element_type"} else None
+def token_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Key | Given | None:
+    """The key or the argument that a result is; None if it is none, or not known."""
+    name, (first, *others) = equation.primitive.name, [fact.token for fact in inputs] or [None]
+    number = inputs[1].value if others else None
+    result = dtype_of(equation.outvars[0])
+    match first:
+        case Key() | Given() if name in UNCHANGED:
+            return first
+        case Key() if name == "random_fold_in" and not shape_of(equation.outvars[0]):
+            is_counter = isinstance(others[0], Given) and not others[0].plus
+            fold = others[0] if is_counter else number
+            return None if fold is None else Key(first.root, (*first.path, fold))
+        case Key() if name == "random_split":  # the engine's keys of slots
+            return Key(first.root, (*first.path, EVERY))
+        case Given() if result in _COUNTERS and dtype_of(equation.invars[0]) in _COUNTERS:
+            if name == "add" and isinstance(number, int):
+                return first._replace(plus=first.plus + number)
+            return first if name == "convert_element_type" else None
+        case _:
+            return None
 
 
-def _key(name: str, equation: JaxprEqn, key: Key, inputs: Sequence[Fact]) -> Key | None:
-    params, shape = equation.params, shape_of(equation.outvars[0])
-    if name == "random_fold_in" and not key.is_many and not shape:
-        number, counter = whole_number(inputs[1]), inputs[1].token
-        is_counter = isinstance(counter, Counter) and not counter.plus
-        fold = ("counter", counter.root) if is_counter else number
-        return None if fold is None else Key(key.root, (*key.path, fold))
-    if name == "random_split" and not key.is_many and len(params["shape"]) == len(shape) == 1:
-        return Key(key.root, (*key.path, EVERY))
-    if name == "slice" and key.is_many and shape == (1,):
-        return key.one(params["start_indices"][0])
-    is_moved = name in ("squeeze", "reshape", "broadcast_in_dim") and not key.is_many
-    return key if is_moved and shape in ((), (1,)) else None
+_COUNTERS = [jnp.dtype(name) for name in ("int32", "int64", "uint32", "uint64")]
+"""Integers that count all steps of a plan."""
 
 
 def parted(a: Key, b: Key) -> bool:
@@ -194,11 +138,7 @@ def is_another(key: Key, back: Mapping[int, object]) -> bool:
     """Whether a key is another one in the next call, given the tokens that come back."""
     if key.root not in back:  # then the caller gives another one in each call
         return True
-    after = back[key.root]
-    if not isinstance(after, Key) or after.root != key.root:
-        return False
-    if after.path:
-        return parted(key, after)
-    roots = [fold[1] for fold in key.path if isinstance(fold, tuple)]
-    grown = (back.get(root) for root in roots)
-    return any(isinstance(one, Counter) and one.plus > 0 and one.root in roots for one in grown)
+    counters = [fold for fold in key.path if isinstance(fold, Given)]
+    grown = [(one, back.get(one.root)) for one in counters]
+    is_up = [isinstance(b, Given) and b.root == a.root and b.plus > 0 for a, b in grown]
+    return back[key.root] == Key(key.root) and any(is_up)

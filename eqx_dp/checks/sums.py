@@ -6,87 +6,68 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..privacy import Banded
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
-from .facts import Fact, Kind, Sum, Term, Terms, reached, value_of
+from .facts import Fact, Sum, reached, turns_of
 from .flow import Context, dtype_of, size_of
 
-_PLAIN = UNCHANGED | {"convert_element_type", "neg"}
-_MOVED = named("reshape transpose squeeze rev slice split unstack")
+_MOVED = UNCHANGED | named(
+    "convert_element_type neg reshape rev transpose squeeze broadcast_in_dim"
+)
 ADDITIONS = named("add add_any")
 
 
 def linear(context: Context, equation: JaxprEqn, inputs: list[Fact]) -> Fact:
     """The fact about the result of an equation on clipped sums and public values."""
-    found = _linear(equation, inputs)
-    turns = frozenset[Any]().union(*(fact.turns for fact in inputs))
-    if isinstance(found, str):
-        return Fact(reached(inputs, found, context.line), turns=turns)
-    reach = reached(inputs)._replace(kind=Kind.SUM, reason="", where="")
-    return Fact(reach, turns=turns, sum=found)
+    found, is_nonlinear = _linear(equation, inputs), equation.primitive.name in _NONLINEAR
+    why = f"a clipped sum is in it, through '{equation.primitive.name}'"
+    reach = reached(inputs, why, context.line, is_nonlinear)
+    if found is not None:
+        reach = reach._replace(why="", where="")
+    return Fact(reach, turns=turns_of(inputs), sum=found)
 
 
-def _linear(equation: JaxprEqn, inputs: list[Fact]) -> Sum | str:
-    """The sum, or the reason why its bound is not known."""
+_NONLINEAR = ENTRY_BY_ENTRY - named("select_n mul div add add_any sub convert_element_type")
+
+
+def _linear(equation: JaxprEqn, inputs: list[Fact]) -> Sum | None:
+    """The sum; None if no bound of it is known."""
     name = equation.primitive.name
     sums = [fact.sum for fact in inputs if fact.sum is not None]
-    one = sums[0]
-    if len({found.over for found in sums}) > 1:
-        return "loop"
-    size, sizes = size_of(equation.outvars[0]), [size_of(v) for v in equation.invars]
-    is_beside = all(fact.is_public or n == size for fact, n in zip(inputs, sizes, strict=True))
-    is_exact = all(found.is_exact for found in sums)
-    rows = tuple(row for found in sums for row in found.rows)
-    if name in _PLAIN:
+    sizes, result = [size_of(v) for v in equation.invars], size_of(equation.outvars[0])
+    is_beside = all(fact.is_public or n == result for fact, n in zip(inputs, sizes, strict=True))
+    if not is_beside or len({found.over for found in sums}) > 1:
+        return None
+    if name in _MOVED:
         before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
         is_wide = before == after or jnp.promote_types(before, after) == after
-        return one._replace(is_exact=is_exact and name != "neg") if is_wide else "rounded"
-    if name in _MOVED:
-        return one._replace(is_exact=is_exact and name not in ("slice", "split", "unstack"))
-    if name == "concatenate" or (name == "pad" and inputs[1].is_public):
-        return one._replace(rows=rows, is_exact=is_exact)
-    if name == "broadcast_in_dim":
-        ratio = size / max(1, sizes[0])
-        return one.scaled(math.sqrt(ratio), ratio == 1)
-    if name in (*ADDITIONS, "sub") and is_beside:
-        is_exact &= len(sums) == 1 or (len(rows) == 2 and name != "sub")
-        return one._replace(rows=added(sums), is_exact=is_exact)
-    if name in ("mul", "div") and len(sums) == 1 and is_beside:
+        return sums[0] if is_wide else None
+    if name in ADDITIONS or name == "sub":
+        return added(sums)
+    if name in ("mul", "div") and len(sums) == 1:
         factor = _factor(inputs, name)
-        if factor is not None:
-            return one.scaled(*factor)
-        return "nonlinear" if name == "div" and inputs[0].sum is None else "factor"
-    is_nonlinear = name in ENTRY_BY_ENTRY - {"select_n"} and is_beside
-    return "nonlinear" if is_nonlinear else "linear"
+        return None if factor is None else sums[0].scaled(factor)
+    return None
 
 
-def _factor(inputs: list[Fact], name: str) -> tuple[float, bool] | None:
-    """The largest factor of a sum, and whether all its entries have it."""
-    other = inputs[0 if inputs[1].sum is not None else 1]
-    value = value_of(other)
-    if value is None or not np.size(value) or (name == "div" and other is inputs[0]):
+def _factor(inputs: list[Fact], name: str) -> float | None:
+    """The factor of a sum, if it is a constant of the program."""
+    first, second = inputs
+    factor = second.value if first.sum is not None else first.value
+    if factor is None or (name == "div" and (first.sum is None or not factor)):
         return None
-    with np.errstate(divide="ignore"):
-        values = np.asarray(value).astype(np.float64) ** (-1 if name == "div" else 1)
-    most = float(np.abs(values).max())
-    return (most, bool(values.min() == most)) if math.isfinite(most) else None
+    factor = abs(1 / factor if name == "div" else factor)
+    return factor if math.isfinite(factor) else None
 
 
-def added(found: Sequence[Sum]) -> tuple[Terms, ...]:
-    """A bound on the sum of several: for each leaf, the bound on all rows together."""
-    if len(found) == 1:
-        return found[0].rows
-    gains = defaultdict[Any, float](float)
-    for one in found:
-        squares = defaultdict[Any, float](float)
-        for term in (term for row in one.rows for term in row):
-            squares[term.leaf] += term.gain**2
-        for leaf, square in squares.items():
-            gains[leaf] += math.sqrt(square)
-    return (frozenset(Term(leaf, gain) for leaf, gain in gains.items()),)
+def added(sums: Sequence[Sum]) -> Sum | None:
+    """The sum of several: bounds add up. Leaves of one clipped sum are not added to each other."""
+    terms = [term for one in sums for term in one.terms]
+    leaves = {term.leaf for term in terms}
+    is_apart = len(leaves) == len({name for name, _ in leaves})
+    return sums[0]._replace(terms=tuple(terms)) if is_apart else None
 
 
 class Source(NamedTuple):
@@ -95,14 +76,12 @@ class Source(NamedTuple):
     Attributes:
         bound: the largest L2 norm by which one example moves it.
         batches: the loops in whose turns it is of other batches.
-        rows: which private arguments it is of, by their length.
         unit: of what the clip norm is: `dp.Users`, or None for single rows.
         line: the source line.
     """
 
     bound: float
     batches: frozenset[Hashable]
-    rows: int
     unit: Any
     line: str
 
@@ -111,18 +90,16 @@ class Release(NamedTuple):
     """Noise on clipped sums.
 
     Attributes:
-        rows: the sums that the noise was added to, leaf by leaf.
+        sums: those that the noise was added to, leaf by leaf.
         stddev: of the noise; of correlated noise, what a step adds to that of steps before.
         correlation: how noise depends on that of steps before.
-        is_exact: whether the bounds of the rows are reached.
         batches: in whose turns it is of other batches.
         context: where.
     """
 
-    rows: tuple[Terms, ...]
+    sums: tuple[Sum, ...]
     stddev: float
     correlation: Banded
-    is_exact: bool
     batches: frozenset[Hashable]
     context: Context
 
@@ -131,34 +108,28 @@ def noise_multiplier(releases: Sequence[Release], sources: Mapping[Any, Source])
     """The noise multiplier of several releases together; infinite without any.
 
     Let M be the matrix of the effect of one example on all released numbers, each divided by the
-    standard deviation of its noise. The result is 1 / max |M x|. Rows of M of the same clipped sums
+    standard deviation of its noise. The result is 1 / max |M x|. Arrays of the same clipped sums
     are taken together, and the others add in squares. By Minkowski, |M x| is at most the sum over
-    clipped sums of the norm of their columns times their bound.
+    clipped sums of the norm of their columns times their bound. Each array is of one leaf of a
+    clipped sum, so that norm is the largest of a leaf.
     """
-    of_sums: defaultdict[frozenset[Any], list[dict[Any, float]]] = defaultdict(list)
+    squares = defaultdict[frozenset[Any], defaultdict[Any, float]](lambda: defaultdict(float))
     for release in releases:
         times = math.sqrt(turns(release)[1]) / release.stddev
-        for row in release.rows:
-            names = frozenset(term.leaf[0] for term in row)
-            of_sums[names].append({t.leaf: t.gain and times * t.gain for t in row})
-    total = 0.0
-    for names, rows in of_sums.items():
-        norms = {name: _norm(rows, name) for name in names}
-        total += sum(norm and norm * sources[name].bound for name, norm in norms.items()) ** 2
-    return math.inf if total == 0 else 1 / math.sqrt(total)
-
-
-def _norm(rows: list[dict[Any, float]], name: Hashable) -> float:
-    """A bound on the norm of the columns of one clipped sum.
-
-    The square of a matrix's norm is at most the largest sum of a row of its square.
-    """
-    sums = defaultdict[Any, float](float)
-    for row in rows:
-        own = {leaf: value for leaf, value in row.items() if leaf[0] == name}
-        for leaf, value in own.items():
-            sums[leaf] += value * sum(own.values())
-    return math.sqrt(max(sums.values(), default=0.0))
+        for one in release.sums:
+            gains = defaultdict[Any, float](float)
+            for term in one.terms:
+                gains[term.leaf] += term.gain and times * term.gain
+            for leaf, gain in gains.items():
+                squares[frozenset(name for name, _ in gains)][leaf] += gain**2
+    parts = list[float]()
+    for names, of_leaves in squares.items():
+        norms = dict.fromkeys(names, 0.0)
+        for (name, _), square in of_leaves.items():
+            norms[name] = max(norms[name], math.sqrt(square))
+        parts.append(sum(norm and norm * sources[name].bound for name, norm in norms.items()))
+    total = math.hypot(*parts)
+    return 1 / total if total else math.inf
 
 
 def turns(release: Release) -> tuple[int, float]:
@@ -170,3 +141,9 @@ def turns(release: Release) -> tuple[int, float]:
         else:
             again *= loop.length or math.inf
     return others, again
+
+
+def is_tight(releases: Sequence[Release], sources: Mapping[Any, Source]) -> bool:
+    """Whether the noise multiplier is certainly no larger: of one clipped sum, each leaf once."""
+    leaves = [term.leaf for one in releases for each in one.sums for term in each.terms]
+    return len(sources) == len(releases) == 1 and len({*leaves}) == len(leaves)

@@ -178,8 +178,8 @@ def _noised(
             return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)], []
         # In one kernel with a cut, LLVM vectorizes nothing.
         noisy = [_noisy(*row, stddev) for row in zip(total, moved, strict=True)]
-        parts = zip(*(jnp.split(row, ends) for row in noisy), strict=True)
-        return [_joined(*part, shape) for part, shape in zip(parts, shapes, strict=True)], []
+        parts = zip(*(jnp.split(row, ends) for row in noisy), shapes, strict=True)
+        return [_joined(*part) for part in parts], []
 
     operands = counter, names, sums, past
     if is_divided or max(x.size for x in sums) > 2**32:

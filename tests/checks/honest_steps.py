@@ -198,7 +198,6 @@ STATIC_SCALE = dataclasses.replace(
 )
 CHAINS = {
     "replace_one": lambda: chained(plan=REPLACE_ONE),
-    "key_for_the_loss": lambda: chained(loss=dropout_loss, takes_key=True),
     "mixed_bfloat16": lambda: chained(policy=dp.load_policy("mixed_bfloat16")),
     "loss_scale": lambda: chained(policy=STATIC_SCALE),
     "multi_steps": lambda: chained(MULTI_STEPS),
@@ -236,12 +235,6 @@ def sparse(grads, key):
     least = lax.top_k(jnp.abs(flat), flat.size // 2)[0][-1]
     kept = jnp.where(jnp.abs(flat) >= least, jnp.sign(flat), 0)
     return restore(kept.astype(jnp.bfloat16).astype(jnp.float32))
-
-
-def copies(grads, key):
-    """Four copies side by side have twice the sensitivity of one."""
-    many = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (4, *leaf.shape)), grads)
-    return jax.tree.map(lambda leaf: leaf.mean(axis=0), with_noise(many, key, 2 * STDDEV))
 
 
 def turned(grads, key):
@@ -294,8 +287,6 @@ NOISED_BY = {
     "noise_for_replace_one": (lambda g, k: with_noise(g, k, 2 * STDDEV), {"plan": REPLACE_ONE}),
     "noise_under_jit_and_remat": under_jit_and_remat,
     "sparse": sparse,
-    "copies": copies,
-    "turned": turned,
     "checked": checked,
     "skipped_by_the_noisy_norm": skipped_by_the_noisy_norm,
     "behind_a_barrier": lambda g, k: lax.optimization_barrier(
@@ -304,7 +295,6 @@ NOISED_BY = {
 }
 
 STEP_OF = {
-    "key_for_the_loss": lambda at: at.noised(at.sum(dropout_loss, key=at.keys[1])),
     "counter_for_the_loss": (
         lambda at: at.noised(at.sum(dropout_loss, key=fold_in(at.more[0], at.state.step))),
         {"batch": (*data(), jax.random.key(6))},
@@ -354,11 +344,6 @@ BESIDE = {
 
 
 KEEPING = {
-    "kept_loss": (
-        lambda kept, at: {"loss": at.values.loss.mean()},
-        {"loss": jnp.zeros(())},
-        {"more": {"kept": ("1.kept.loss",)}},
-    ),
     "kept_model": (lambda kept, at: params_of(at.new), params_of(mlp())),
     "kept_counter": (lambda kept, at: kept + 1, jnp.zeros((), int)),
     "average_of_parameters": (
@@ -602,6 +587,7 @@ BY_PARTS = {
     "noise_in_both_branches": lambda at: at.noise.chosen(
         1 * (at.state.step < 3), [lambda g, n: with_noise(g, n, 2 * STDDEV), with_noise], at.sum()
     ),
+    "key_that_is_split": lambda at: at.noised(at.sum(dropout_loss, key=at.keys[1])),
     "noise_in_two_parts": lambda at: at.noised(at.noised(stddev=0.6 * STDDEV), 0.8 * STDDEV),
     "turns_of_two_losses": lambda at: at.noised(
         lax.cond(at.state.step % 2 == 0, at.sum, lambda: at.sum(absolute_error))
@@ -626,6 +612,7 @@ BY_LOOPS = {
 # Noise by hand: dp.add_noise is what the check knows.
 BY_NORMALS = {
     "normals": with_normals,
+    "flat": turned,
     "taken_away": lambda g, k: added(g, scaled(-1.0, noise_alone(g, k))),
 }
 

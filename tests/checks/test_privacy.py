@@ -51,9 +51,6 @@ VIOLATIONS = {
     "noise_of_half_the_plan": "noise",
     "for_a_mean_on_a_sum": "noise",
     "of_another_relation": "noise",
-    "one_noise_for_four_losses": "noise",
-    "two_losses_with_the_noise_of_one": "noise",
-    "one_batch_four_times": "noise",
     "inner_step_without_noise": "release",
     "constant_key": "fresh noise",
     "not_advanced": "fresh noise",
@@ -63,7 +60,6 @@ VIOLATIONS = {
     "mean_loss_returned": "release",
     "aux_returned": "release",
     "sum_without_noise_returned": "release",
-    "learning_rate_from_the_loss": "release",
     "loss_printed": "side door",
     "kept_noise_returned": "release",
     "sum_of_kept_noise_returned": "release",
@@ -80,7 +76,6 @@ MULTIPLIERS = {
     "one_noise_for_four_losses": 0.3,
     "two_losses_with_the_noise_of_one": 1.2 / math.sqrt(2),
     "one_batch_four_times": 0.6,
-    "copied": 0.6,
 }
 # A step whose findings are of lines in libraries as well: each is told by the user's own line.
 LINES = {"no_noise", "adam_before_the_noise", "multi_steps_before_the_noise", "loss_checked"}
@@ -224,15 +219,6 @@ def test_an_infinite_clip_norm_bounds_nothing():
     assert "unbounded" in str(report)
 
 
-def test_private_data_in_a_shape_is_not_fine():
-    def step(model, state, x, y, mask):
-        return honest(model, state, x[~mask], y[~mask], mask[~mask])
-
-    report = check(step)
-    assert not report.ok
-    assert "shape" in str(report)
-
-
 def looked_at(look):
     """The findings on a loss that looks at its value."""
 
@@ -278,6 +264,14 @@ def test_an_error_of_the_check_is_undecided_with_its_line(monkeypatch):
     assert not report.violations
     assert any("IndexError" in finding.found for finding in report.undecided)
     assert any("/tests/checks/" in finding.where for finding in report.undecided)
+
+
+def test_arrays_of_one_process_of_several_are_undecided(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    (finding,) = check().undecided
+    assert "arrays of this one alone" in finding.found
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ARGS[2:])
+    assert check(args=(*ARGS[:2], *shapes)).ok
 
 
 # Loops.
@@ -326,13 +320,8 @@ def test_batches_of_two_turns_meet():
 OPERATIONS = (
     lambda a, b, factor: factor * a,
     lambda a, b, factor: a / (1 + abs(factor)),
-    lambda a, b, factor: jnp.concatenate([a[: a.size // 2], a[a.size // 2 :][::-1]]),
-    lambda a, b, factor: a[: b.size] - b[: a.size],
-    lambda a, b, factor: jnp.broadcast_to(a, (2, a.size)).reshape(-1),
-    lambda a, b, factor: jnp.pad(a, 1)[1:],
-    lambda a, b, factor: -a + factor * a[::-1],
-    lambda a, b, factor: a * np.linspace(-factor, factor, a.size, dtype=np.float32),
-    lambda a, b, factor: jnp.concatenate([a, b, a])[: a.size + 1],
+    lambda a, b, factor: -a + factor * a.reshape(1, -1).reshape(-1),
+    lambda a, b, factor: a - b if a.size == b.size else a,
 )
 
 
@@ -375,11 +364,3 @@ def test_a_sum_moves_no_further_than_is_said(seed, neighbors):
     assert report.releases
     assert max(moved) > 0
     assert max(moved) <= (1 + 1e-5) / report.noise_multiplier
-
-
-def test_a_split_is_a_fold():
-    """As the check takes it: keys of JAX are equal where they are taken to be."""
-    key = jax.random.key(3)
-    split = jax.random.key_data(jax.random.split(key, 4))
-    folded = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(4)]
-    np.testing.assert_array_equal(split, np.stack(folded))
