@@ -91,9 +91,9 @@ def append(file: RunPath, line: str) -> None:
     write_whole(file, before + line.encode())
 
 
-def finite_or_none(value: float | None) -> float | None:
-    """A number for JSON, with null for those that are not finite."""
-    return value if value is not None and math.isfinite(value) else None
+def finite_or_none(value: Any) -> Any:
+    """A value for JSON, which has no infinity and no NaN: null in place of such a number."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager

@@ -108,6 +108,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=32, help="of a window (default 32)")
     parser.add_argument("--width", type=int, default=48, help="of the model (default 48)")
     parser.add_argument("--plays", type=int, default=99, help="how many are read")
+    parser.add_argument("--seed", type=int, default=0, help="of the first parameters (default 0)")
     return parser.parse_args(words)
 
 
@@ -121,7 +122,7 @@ def main(words: list[str] | None = None) -> dict[tuple[str, float], float]:
     data = examples_of(private, arguments.windows, length)
     print(f"{len(data)} private scenes of {arguments.windows} windows, {len(held_out)} held out")
 
-    key = jax.random.key(0)
+    key = jax.random.key(arguments.seed)
     first = GPT(length, arguments.width, 2, key)
     public = windows(poems, length)[:, None]
     ordinary = dp.PrivacyPlan(min(1.0, 1024 / len(public)), 2 * arguments.steps, 0.0, DELTA)

@@ -3,7 +3,8 @@
 An attacker who learns from a run's releases which canaries were in it has learned something about
 single examples. The number of right guesses gives a lower bound on epsilon, to compare with the
 plan's upper bound (Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run").
-jax_privacy's auditing computes it.
+A second bound knows the shape of Gaussian noise, and is tighter (Mahloujifar, Melis and Chaudhuri,
+"Auditing f-differential privacy in one run", arXiv 2410.22235). jax_privacy computes both.
 
 ```python
 planted = dp.audit.canaries.plant_gradients((xs, ys), 2_000, norm=1.0, seed=coins)
@@ -40,6 +41,7 @@ import math
 from collections.abc import Callable
 from typing import Any, SupportsFloat, SupportsIndex
 
+import dp_accounting
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -82,7 +84,7 @@ class Canaries:
     def audit(
         self, scores: Any, plan: PrivacyPlan, *, attack: str, confidence: SupportsFloat = 0.95
     ) -> CanaryAudit:
-        """A lower bound on epsilon from a score for each canary.
+        """Two lower bounds on epsilon from a score for each canary.
 
         The numbers of canaries that are guessed to be in are fixed beforehand (`GUESSES`), and the
         threshold follows from all scores in the same way. So only the choice of the best guess
@@ -113,10 +115,15 @@ class Canaries:
         auditor = auditing.CanaryScoreAuditor(scores[is_in], scores[~is_in])
         falling = np.sort(scores)[::-1]
         thresholds = {float(falling[max(1, int(x * len(scores))) - 1]) for x in GUESSES}
-        bound = functools.partial(auditor.epsilon_one_run, (1 - sure) / len(GUESSES), plan.delta)
-        lower = max(bound(threshold_strategy=auditing.Explicit(at)) for at in thresholds)
+        bounds = auditor.epsilon_one_run, auditor.epsilon_one_run_fdp
+        share = (1 - sure) / len(GUESSES), plan.delta
+        strategies = [auditing.Explicit(threshold) for threshold in thresholds]
+        lower, gaussian = (
+            max(float(bound(*share, threshold_strategy=x)) for x in strategies) for bound in bounds
+        )
+        upper = plan.epsilon(), float(dp_accounting.get_epsilon_gaussian(1 / plan.mu(), plan.delta))
         counts = len(is_in), int(is_in.sum())
-        return CanaryAudit(attack, *counts, sure, plan.delta, float(lower), plan.epsilon())
+        return CanaryAudit(attack, *counts, sure, plan.delta, lower, upper[0], gaussian, upper[1])
 
 
 class ExampleCanaries(Canaries):

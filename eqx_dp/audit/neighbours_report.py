@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from dp_accounting import NeighboringRelation
 
-from ..files import finite_or_none
 from ..tables import Part, tabular
 from .record import save_audit
 
@@ -109,9 +108,8 @@ class NeighboursReport(NamedTuple):
         Raises:
             ValueError: there is such a file, and it holds no JSON object.
         """
-        pairs = [x._asdict() | {"movement": finite_or_none(x.movement)} for x in self.pairs]
-        violations = [violation._asdict() for violation in self.violations]
-        found = {"ok": self.ok, "largest": finite_or_none(self.largest), **self._asdict()}
-        found |= {"neighboring_relation": self.neighboring_relation.name}
-        found |= {"rounding": finite_or_none(self.rounding)}
-        save_audit(path, {"neighbours": found | {"violations": violations, "pairs": pairs}})
+        found = {"ok": self.ok, "largest": self.largest, **self._asdict()}
+        found["neighboring_relation"] = self.neighboring_relation.name
+        found["violations"] = [violation._asdict() for violation in self.violations]
+        found["pairs"] = [pair._asdict() for pair in self.pairs]
+        save_audit(path, {"neighbours": found})

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json, write_json
+import jax
+
+from ..files import finite_or_none, read_json, write_json
 
 AUDIT = "audit.json"
 
@@ -13,7 +15,8 @@ def save_audit(path: str | Path, found: dict[str, dict[str, Any]]) -> None:
 
     Args:
         path: the file, or the directory of a run: then `audit.json` in it.
-        found: objects by name. Under "canaries" there is one for each attack.
+        found: objects by name; numbers that are not finite become null. Under "canaries" there is
+            one for each attack.
 
     Raises:
         ValueError: there is such a file, and it holds no JSON object, or none at "canaries".
@@ -25,4 +28,4 @@ def save_audit(path: str | Path, found: dict[str, dict[str, Any]]) -> None:
         if not isinstance(attacks, dict):
             raise ValueError(f"{file} must hold an object at 'canaries'. Name another file.")
         found = found | {"canaries": attacks | found["canaries"]}
-    write_json(file, before | found)
+    write_json(file, before | jax.tree.map(finite_or_none, found))

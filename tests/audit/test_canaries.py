@@ -134,8 +134,9 @@ def test_right_guesses_alone_give_the_closed_form():
         # of four; delta hardly counts.
         right = ((1 - confidence) / 4) ** (1 / 75)
         assert audit.lower == pytest.approx(math.log(right / (1 - right)), abs=1e-3)
-    assert planted.audit(np.zeros(200), PLAN, attack="says nothing").lower == 0
-    assert planted.audit(-given_away(planted), PLAN, attack="all are wrong").lower == 0
+    for scores in (np.zeros(200), -given_away(planted)):
+        audit = planted.audit(scores, PLAN, attack="says nothing, or is wrong")
+        assert (audit.lower, audit.lower_gaussian) == (0, 0)
 
 
 @pytest.mark.slow
@@ -145,9 +146,12 @@ def test_bounds_of_a_gaussian_mechanism_stay_below_its_epsilon_and_are_not_trivi
     for seed in range(10):
         planted = planted_gradients(2_000, seed=seed)
         noise = np.random.default_rng(seed).normal(size=2_000)
-        found.append(planted.audit(planted.is_in + noise, plan, attack="sum").lower)
-    assert max(found) < plan.epsilon()
-    assert np.median(found) > 0.7
+        found.append(planted.audit(planted.is_in + noise, plan, attack="sum"))
+    assert all(audit.ok for audit in found)
+    assert np.median([audit.lower for audit in found]) > 0.7
+    assert np.median([audit.lower_gaussian / audit.lower for audit in found]) > 1.25
+    # The mechanism is the Gaussian one: its mu is 1, and both upper bounds are one.
+    assert found[0].upper_gaussian == pytest.approx(found[0].upper, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -173,23 +177,26 @@ def an_audit(**changed):
 
 
 def test_the_text_says_what_was_found():
-    head, bound, counts = str(an_audit(upper=1.0, lower=2.0, num_in=99)).splitlines()
+    given = {"lower": 2.0, "num_in": 99, "lower_gaussian": 3.0, "upper_gaussian": 4.0}
+    head, bound, shape, counts = str(an_audit(upper=1.0, **given)).splitlines()
     assert head == "attack by gradient: MORE than the plan allows"
     assert bound == "epsilon at least 2.00 with probability 0.95, by the plan at most 1.00"
+    assert shape == "as a Gaussian mechanism: at least 3.00, by the plan at most 4.00"
     assert counts == "200 canaries, 99 in; delta 1e-09"
-    assert str(an_audit(upper=100.0)).startswith("attack by gradient: no more than")
+    assert str(an_audit(upper=100.0, upper_gaussian=99.0)).startswith("attack by gradient: no more")
+    assert not an_audit(upper=100.0, lower_gaussian=3.0, upper_gaussian=2.9).ok
 
 
 def test_a_file_keeps_what_else_is_in_it(tmp_path):
     path = tmp_path / "audit.json"
     path.write_text('{"neighbours": {"ok": true}, "canaries": {"loss": 1, "gradient": 2}}')
-    audit = an_audit(upper=math.inf)
+    audit = an_audit(upper=math.inf, upper_gaussian=math.inf)
     audit.save(tmp_path)
     found = json.loads(path.read_text())
     assert found["neighbours"] == {"ok": True}
     assert found["canaries"]["loss"] == 1
     written = found["canaries"]["gradient"]
-    assert written == {"ok": True, **audit._asdict(), "upper": None}
+    assert written == {"ok": True, **audit._asdict(), "upper": None, "upper_gaussian": None}
 
 
 # What is refused.
