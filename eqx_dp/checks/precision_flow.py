@@ -298,6 +298,7 @@ class PrecisionFlow(Flow[Facts]):
         name, is_cast = equation.primitive.name, equation.primitive is convert_element_type_p
         before = width_of_variable(equation.invars[0]) if is_cast else None
         narrows = before is not None and not before.narrower(self._accumulate)
+        narrows = narrows and not is_in_narrow_product(case.context.scope)  # of parts that add up
         for variable in equation.outvars:
             width = widths.width_of_result(equation, variable)
             if width is None:

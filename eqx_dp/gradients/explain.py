@@ -201,7 +201,8 @@ def described(
     found: list[Prepared] = []
 
     def prepare(*call: Any) -> None:
-        prepared = grad_fn._prepare(*call)  # pyright: ignore[reportPrivateUsage]
+        with grad_fn._made_for_its_devices():  # pyright: ignore[reportPrivateUsage]
+            prepared = grad_fn._prepare(*call)  # pyright: ignore[reportPrivateUsage]
         arrays = (prepared.traced.params, prepared.traced.frozen, prepared.examples)
         params, frozen, examples = jax.tree.map(_shape, arrays)
         traced = prepared.traced._replace(params=params, frozen=frozen)

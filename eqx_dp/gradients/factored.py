@@ -34,7 +34,15 @@ from .gram import (
     to_common_scale,
 )
 from .leaves import Known, LeafGradient, combined, computed_once, norm_and_bound
-from .norms import PRECISION, halves, norm_error, norms, unit_roundoff, without_subnormal
+from .norms import (
+    as_bfloat16,
+    contracted,
+    halves,
+    norm_error,
+    norms,
+    unit_roundoff,
+    without_subnormal,
+)
 from .uses import Member, ParamUse, Scattering, overlaps
 
 Pair: TypeAlias = tuple[Any, Array]
@@ -82,7 +90,7 @@ def _formed(form: LeafForm, pair: Pair) -> Float[Array, "batch *shape"]:
 
     def of_one(residuals: Any, cotangent: Array) -> Array:
         x, g = use.factors(residuals, cotangent, form.dtype)
-        return use.to_parameter(jnp.einsum("gtk,gtp->gkp", x, g, precision=PRECISION))
+        return use.to_parameter(contracted("gtk,gtp->gkp", x, g, use.parts(form.dtype)))
 
     return jax.vmap(of_one)(*pair)
 
@@ -156,7 +164,11 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
     example (and group), that they were divided by, to be multiplied one after the other.
     """
     terms = [
-        OuterProducts(*sides(form.uses[index], *pairs[index], form.dtype), transposed)
+        OuterProducts(
+            *sides(form.uses[index], *pairs[index], form.dtype),
+            transposed,
+            form.uses[index].parts(form.dtype),
+        )
         for index, transposed in members
     ]
     first, *others = terms
@@ -167,7 +179,7 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
         norm, bound, sums = row_norms(at, values)
         terms, powers = [OuterProducts(OneHot(at), sums)], ()  # the first use stands for all
     elif not others and first.time == 1 and not isinstance(first.x, OneHot):
-        norm, bound, x, scale = one_term(first.x, first.g)
+        norm, bound, x, scale = one_term(first.x, first.g, first.parts[0])
         terms, powers = [first._replace(x=x)], (scale,)
     else:
         terms, exponent = to_common_scale(terms)
@@ -185,8 +197,10 @@ def sides(
 ) -> tuple[Any, Float[Array, "batch group time features_out"]]:
     """All examples' outer products."""
     x, g = jax.vmap(lambda r, g: use.factors(r, g, dtype))(residuals, cotangent)
+    of_x, of_g = use.parts(dtype)
+    g = as_bfloat16(g) if of_g == 1 else g  # as it is, but for the largest float32 number
     if use.kind is not lookup:
-        return x, g
+        return as_bfloat16(x) if of_x == 1 else x, g
     rows, (num_rows, *_) = x[..., 0], use.operation.operands[0]
     return OneHot(rows), jnp.where((rows < num_rows)[..., None], g, 0)
 
@@ -200,7 +214,7 @@ def weighted(
 ) -> Float[Array, "group features_in features_out"]:
     """The weighted sum of all examples' outer products."""
     if not isinstance(x, OneHot):
-        return sum_of_products(x, g, weights, contributes)
+        return sum_of_products(x, g, weights, contributes, use.parts(g.dtype)[0])
     groups, features = g.shape[1], g.shape[-1]
     g = jnp.where(contributes[:, None, None, None], g * weights[..., None, None], 0)
     scatter = functools.partial(lookup.scatter, use.operation.operands[0][0])

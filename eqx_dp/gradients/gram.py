@@ -23,7 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .leaves import computed_once
 from .norms import (
-    PRECISION,
+    SPLIT,
+    contracted,
     exponent_of,
     norm_error,
     norms,
@@ -53,16 +54,23 @@ class OuterProducts(NamedTuple):
         x: the vectors on the side of the data.
         g: the vectors on the side of the cotangent.
         transposed: whether this use has the parameter transposed, compared with the first use.
+        parts: how many bfloat16 numbers add up to an entry of x, and of g; 0: see `contracted`.
     """
 
     x: Side
     g: Float[Array, "batch group time features_out"]
     transposed: bool = False
+    parts: tuple[int, int] = (0, 0)
 
     @property
     def sides(self) -> tuple[Side, Side]:
         """The rows and the columns of the parameter, as the first use has them."""
         return (self.g, self.x) if self.transposed else (self.x, self.g)
+
+    @property
+    def parts_of_sides(self) -> tuple[int, int]:
+        """The same of rows and columns."""
+        return self.parts[::-1] if self.transposed else self.parts
 
     @property
     def time(self) -> int:
@@ -119,19 +127,28 @@ def sum_of_products(
     g: Float[Array, "batch group time features_out"],
     weights: Float[Array, "batch #group"],
     contributes: Bool[Array, " batch"],
+    parts_of_x: int = 0,
 ) -> Float[Array, "group features_in features_out"]:
-    """Adds up the outer products of all examples, each weighted, at the highest precision.
+    """Adds up the outer products of all examples, each weighted.
+
+    At the highest precision, or where x is made of bfloat16 parts, with weighted g in two parts.
 
     Examples that do not contribute are selected away, not multiplied by zero.
     """
     mask = contributes[:, None, None, None]
     x = jnp.where(mask, x, 0)
     g = jnp.where(mask, g * weights[:, :, None, None], 0)
+    parts = weighted_parts(parts_of_x)
     if x.shape[1] == 1:
         # Outputs first, as layers have it: otherwise the compiler copies x into another order.
         x, g = (side.reshape(-1, side.shape[-1]) for side in (x, g))
-        return jnp.einsum("nk,np->pk", x, g, precision=PRECISION).T[None]
-    return jnp.einsum("bgtk,bgtp->gkp", x, g, precision=PRECISION)
+        return contracted("nk,np->pk", x, g, parts).T[None]
+    return contracted("bgtk,bgtp->gkp", x, g, parts)
+
+
+def weighted_parts(parts_of_x: int) -> tuple[int, int]:
+    """The bfloat16 parts of both sides of a weighted sum."""
+    return parts_of_x, 2 if parts_of_x else 0
 
 
 def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
@@ -141,18 +158,24 @@ def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float
     g rounded after its multiplication by the factor, products, and sums over n.
     """
     dtype = uses[0].g.dtype
-    roundoff = product_roundoff(dtype)
+    roundoff, pairs = (
+        product_roundoff(dtype),
+        [(i, j) for i in range(len(uses)) for j in range(i + 1)],
+    )
     steps = sum(use.time for use in uses)
-    lefts, rights = (tuple(use.sides[i] for use in uses) for i in (0, 1))
-    alpha, beta = (roundoff * max(map(_roundings, sides)) for sides in (lefts, rights))
-    grams = {
-        (i, j): (
-            _inner_products(lefts[i], lefts[j], dtype),
-            _inner_products(rights[i], rights[j], dtype),
+
+    def inner_products(side: int) -> tuple[list[Array], float]:
+        """Of all pairs of uses, and how far off they may be."""
+        its, parts = (
+            [getattr(use, of)[side] for use in uses] for of in ("sides", "parts_of_sides")
         )
-        for i in range(len(uses))
-        for j in range(i + 1)
-    }
+        of_pairs = [(its[i], its[j], (parts[i], parts[j])) for i, j in pairs]
+        found = [_inner_products(x, y, dtype, both) for x, y, both in of_pairs]
+        off = [_roundings(x, both) * product_roundoff(dtype, parts=both) for x, _, both in of_pairs]
+        return found, max(off)
+
+    (of_rows, alpha), (of_columns, beta) = map(inner_products, (0, 1))
+    grams = dict(zip(pairs, zip(of_rows, of_columns, strict=True), strict=True))
     a, b = ([_lengths(grams[i, i][side]) for i in range(len(uses))] for side in (0, 1))
     square, slack = [], []
     for (i, j), (inner_a, inner_b) in grams.items():
@@ -167,9 +190,13 @@ def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float
     square, slack = (functools.reduce(jnp.add, x) for x in (square, slack))
     lengths = jnp.concatenate([x * y for x, y in zip(a, b, strict=True)], axis=-1)
     gross = norms(jnp.sum(lengths, axis=-1))
-    in_sum = jnp.minimum((steps + 1) * gross, math.sqrt((steps + 3) ** 3 / 3) * norms(lengths))
+    # Of parts: an adder takes up to 256 terms at once.
+    parts = weighted_parts(max(use.parts[0] for use in uses))
+    deepest, lost = (steps + 256, SPLIT) if parts[0] else (steps, 0.0)
+    in_sum = jnp.minimum((steps + 1) * gross, math.sqrt((deepest + 3) ** 3 / 3) * norms(lengths))
+    in_sum *= max(product_roundoff(dtype, parts=weighted_parts(use.parts[0])) for use in uses)
     room = 33 / 32
-    bound = jnp.sqrt(jnp.maximum(square + room * slack, 0)) + room * roundoff * in_sum
+    bound = jnp.sqrt(jnp.maximum(square + room * slack, 0)) + room * (in_sum + lost * gross)
     bound = jnp.maximum(bound, least_share(dtype) * gross)
     return jnp.sqrt(jnp.maximum(square, 0)), bound * (1 + 8 * roundoff)
 
@@ -184,7 +211,9 @@ def least_share(dtype: np.dtype[Any]) -> float:
 
 
 def one_term(
-    x: Float[Array, "batch group 1 features_in"], g: Float[Array, "batch group 1 features_out"]
+    x: Float[Array, "batch group 1 features_in"],
+    g: Float[Array, "batch group 1 features_out"],
+    parts_of_x: int = 0,
 ) -> tuple[
     Float[Array, " batch"],
     Float[Array, " batch"],
@@ -195,8 +224,8 @@ def one_term(
 
     One term needs no sum. Its norm is |x| |g|, each factor of which is off by no more than
     `norm_error`. What is added is rounded twice: g times the factor, and the product in a
-    contraction. A length that a machine without subnormal numbers treats as zero counts as the
-    smallest normal number.
+    contraction; of parts, the rest is lost. A length that a machine without subnormal numbers
+    treats as zero counts as the smallest normal number.
 
     Returns:
         The norm, the bound, x divided by a power of two near its length, and that power.
@@ -209,50 +238,54 @@ def one_term(
     bound = jnp.maximum(norms(at_least[0] * at_least[1]), tiny)
     error = sum(norm_error(n, norm.dtype) for n in (shape[1], x.shape[-1], g.shape[-1]))
     scale, inverse = power_of_two(lengths[0])
-    bound *= 1 + error + 6 * unit_roundoff(norm.dtype) + product_roundoff(norm.dtype)
+    bound *= 1 + error + 6 * unit_roundoff(norm.dtype) + (1.01 * SPLIT if parts_of_x else 0)
+    bound *= 1 + product_roundoff(norm.dtype, parts=weighted_parts(parts_of_x))
     return norm, bound, x * inverse[..., None, None], scale
 
 
-_BLOCK, _MOST_BLOCKS = 64, 32
+_BLOCK, _BLOCK_OF_PARTS, _MOST_BLOCKS = 64, 512, 32
 """Smaller blocks make for smaller bounds, and more of them for slower products: on two cores blocks
-of 64 take up to twice the time of a single product, for bounds that are tighter by a few 1e-5."""
+of 64 take up to twice the time of a single product, for bounds that are tighter by a few 1e-5.
+Tensor cores would wait for memory: T^2 numbers are read and written for T^2 block products."""
 
 _AT_ONCE = 2**19
 """Of more entries than these (2 MiB in float32) blocks are added in a loop: otherwise the compiler
 keeps all of them for one addition."""
 
 
-def _block(features: int) -> int:
-    return max(_BLOCK, -(-features // _MOST_BLOCKS))
+def _block(features: int, parts: tuple[int, int]) -> int:
+    return max(_BLOCK if 0 in parts else _BLOCK_OF_PARTS, -(-features // _MOST_BLOCKS))
 
 
-def _roundings(side: Side) -> int:
+def _roundings(side: Side, parts: tuple[int, int]) -> int:
     """How many roundings a product goes through in an inner product."""
     if isinstance(side, OneHot):
         return 0
     features = side.shape[-1]
     if side.shape[2] == 1:
         return 1 + roundings_in_blocks(features)
-    block = _block(features)
+    block = _block(features, parts)
     return min(features, block) + -(-features // block) - 1
 
 
-def _inner_products(x: Side, y: Side, dtype: Any) -> Float[Array, "batch group time_x time_y"]:
+def _inner_products(
+    x: Side, y: Side, dtype: Any, parts: tuple[int, int]
+) -> Float[Array, "batch group time_x time_y"]:
     """The inner products of all pairs of vectors, one block of features after another."""
     if isinstance(x, OneHot):
         if isinstance(y, OneHot):
             return (x.rows[..., :, None] == y.rows[..., None, :]).astype(dtype)
-        return jnp.swapaxes(_inner_products(y, x, dtype), 2, 3)
+        return jnp.swapaxes(_inner_products(y, x, dtype, parts), 2, 3)
     if isinstance(y, OneHot):
         return jnp.take_along_axis(x, y.rows[..., None, :], axis=-1, mode="clip")
-    size, block = x.shape[-1], _block(x.shape[-1])
+    size, block = x.shape[-1], _block(x.shape[-1], parts)
     if x.shape[2] == y.shape[2] == 1:
         return sum_in_blocks((x * y).reshape(-1, size)).reshape(*x.shape[:2], 1, 1)
 
     # The barrier stops the compiler from continuing the sum of one block in the next.
     def of_block(start: Any, length: int) -> Array:
         sides = (jax.lax.dynamic_slice_in_dim(side, start, length, axis=3) for side in (x, y))
-        inner = jnp.einsum("bgtk,bgsk->bgts", *sides, precision=PRECISION)
+        inner = contracted("bgtk,bgsk->bgts", *sides, parts)
         return jax.lax.optimization_barrier(inner)
 
     first = size % block or block
