@@ -2,7 +2,7 @@
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -11,9 +11,14 @@ from jax.sharding import Mesh
 _made_for: Any = jax.make_user_context(None)
 
 
-def made_for(mesh: Mesh | None) -> AbstractContextManager[Any]:
+class _OnMesh(Protocol):
+    @property
+    def mesh(self) -> Mesh: ...
+
+
+def made_for(rules: _OnMesh | None) -> AbstractContextManager[Any]:
     """Within this context programs are made for the devices of a mesh, which need not be here."""
-    return nullcontext() if mesh is None else _made_for(mesh.devices.flat[0].platform)
+    return nullcontext() if rules is None else _made_for(rules.mesh.devices.flat[0].platform)
 
 
 def platform() -> str:

@@ -30,6 +30,7 @@ from .arguments import Configuration, Examples
 from .blocks import BLOCK, added_roundoff
 from .choice import Choice, LeafCost
 from .clip import PerExample, TracedLoss
+from .factored import parts_of_uses
 from .gram import weighted_parts
 from .methods import clipped_sum
 from .microbatches import over_microbatches
@@ -188,9 +189,9 @@ class Prepared(NamedTuple):
         together = devices if any(self.traced.cuts) else 1
         microbatches = min(moves, count * devices // together)
         of_blocks = added_roundoff(-(-size // block), size, dtype) + (together - 1) * u
-        parts = [weighted_parts(use.parts(dtype)[0]) for use in self.traced.uses.at.values()]
-        of_product = max(product_roundoff(dtype, parts=its) for its in [(0, 0), *parts])
-        off = blocks * block * (block - 1) * of_product
+        parts = [parts_of_uses((use,), dtype) for use in self.traced.uses.at.values()]
+        errors = [product_roundoff(dtype, parts=weighted_parts(its)) for its in (0, *parts)]
+        off = blocks * block * (block - 1) * max(errors)
         off += microbatches * together * size * of_blocks
         across = (1 if self.is_wide else devices - 1) + 4 * is_divided
         in_all = added_roundoff(count, self.of_device, dtype) + across * u

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Generic, Required, Self, SupportsFloat, TypeAlias, overload
 
 import equinox as eqx
@@ -219,16 +218,13 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
             ValueError: see [`filter_clipped_grad`][].
         """
         check_mask(self._sampling, is_padding_example)
-        with self._made_for_its_devices():
+        with made_for(self.sharding):
             prepared = self._prepare(model, batch, key, is_padding_example, clip_norm)
             sums, per_example = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         leaves = prepared.structure.num_leaves
         tree = prepared.structure.unflatten(grads[:leaves])
         return self._finish(per_example, (tree, *grads[leaves:]) if grads[leaves:] else tree)
-
-    def _made_for_its_devices(self) -> AbstractContextManager[Any]:
-        return made_for(self.sharding and self.sharding.mesh)
 
     def _prepare(
         self, model: Any, batch: tuple[Any, ...], key: Any, mask: Any, clip_norm: Any = None

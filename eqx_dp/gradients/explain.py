@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex_core
 
+from ..device import made_for
 from ..expected import expect
 from ..isolation import warn_if_zero
 from ..precision import agreed_policy
@@ -201,7 +202,7 @@ def described(
     found: list[Prepared] = []
 
     def prepare(*call: Any) -> None:
-        with grad_fn._made_for_its_devices():  # pyright: ignore[reportPrivateUsage]
+        with made_for(grad_fn.sharding):
             prepared = grad_fn._prepare(*call)  # pyright: ignore[reportPrivateUsage]
         arrays = (prepared.traced.params, prepared.traced.frozen, prepared.examples)
         params, frozen, examples = jax.tree.map(_shape, arrays)

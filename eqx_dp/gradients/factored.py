@@ -34,15 +34,7 @@ from .gram import (
     to_common_scale,
 )
 from .leaves import Known, LeafGradient, combined, computed_once, norm_and_bound
-from .norms import (
-    as_bfloat16,
-    contracted,
-    halves,
-    norm_error,
-    norms,
-    unit_roundoff,
-    without_subnormal,
-)
+from .norms import contracted, halves, norm_error, norms, parts_of, unit_roundoff, without_subnormal
 from .uses import Member, ParamUse, Scattering, overlaps
 
 Pair: TypeAlias = tuple[Any, Array]
@@ -86,11 +78,11 @@ def leaf_gradient(
 
 def _formed(form: LeafForm, pair: Pair) -> Float[Array, "batch *shape"]:
     """Each example's gradient, from outer products."""
-    (use,) = form.uses
+    (use,), parts = form.uses, (parts_of_uses(form.uses, form.dtype),) * 2
 
     def of_one(residuals: Any, cotangent: Array) -> Array:
         x, g = use.factors(residuals, cotangent, form.dtype)
-        return use.to_parameter(contracted("gtk,gtp->gkp", x, g, use.parts(form.dtype)))
+        return use.to_parameter(contracted("gtk,gtp->gkp", x, g, parts))
 
     return jax.vmap(of_one)(*pair)
 
@@ -109,6 +101,7 @@ def summed(
     form: LeafForm, held: Any, factors: Float[Array, "batch"], contributes: Bool[Array, " batch"]
 ) -> Array:
     """The weighted sum."""
+    parts = parts_of_uses(form.uses, form.dtype)
 
     def of_block(operands: Any) -> Array:
         held, factors, contributes = operands
@@ -119,7 +112,7 @@ def summed(
             weights = without_subnormal(functools.reduce(jnp.multiply, powers, factors[:, None]))
             for (index, _), (x, g) in zip(members, products, strict=False):
                 use = form.uses[index]
-                sums.append(use.to_parameter(weighted(use, x, g, weights, contributes)))
+                sums.append(use.to_parameter(weighted(use, x, g, weights, contributes, parts)))
         return functools.reduce(jnp.add, sums)
 
     return in_blocks(of_block, (held, factors, contributes), form.dtype)
@@ -164,14 +157,11 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
     example (and group), that they were divided by, to be multiplied one after the other.
     """
     terms = [
-        OuterProducts(
-            *sides(form.uses[index], *pairs[index], form.dtype),
-            transposed,
-            form.uses[index].parts(form.dtype),
-        )
+        OuterProducts(*sides(form.uses[index], *pairs[index], form.dtype), transposed)
         for index, transposed in members
     ]
     first, *others = terms
+    parts = parts_of_uses(form.uses, form.dtype)
     rows = [use.x.rows for use in terms if isinstance(use.x, OneHot) and not use.transposed]
     if len(rows) == len(terms):  # all look up rows, none looks up columns
         values = jnp.concatenate([use.g for use in terms], axis=2)
@@ -179,11 +169,11 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
         norm, bound, sums = row_norms(at, values)
         terms, powers = [OuterProducts(OneHot(at), sums)], ()  # the first use stands for all
     elif not others and first.time == 1 and not isinstance(first.x, OneHot):
-        norm, bound, x, scale = one_term(first.x, first.g, first.parts[0])
+        norm, bound, x, scale = one_term(first.x, first.g, parts)
         terms, powers = [first._replace(x=x)], (scale,)
     else:
         terms, exponent = to_common_scale(terms)
-        norm, bound = gram_norms(terms)
+        norm, bound = gram_norms(terms, parts)
         tiny = jnp.finfo(form.dtype).tiny
         powers = halves(exponent, form.dtype)
         norm, scaled_back = (functools.reduce(jnp.multiply, powers, x) for x in (norm, bound))
@@ -192,15 +182,23 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
     return norm, bound, ([(use.x, use.g) for use in terms], powers)
 
 
+def parts_of_uses(uses: Sequence[ParamUse], dtype: np.dtype[Any]) -> int:
+    """How many bfloat16 numbers add up to any number that the uses meet; 0 if some take more."""
+    met: list[Any] = []
+    for use in uses:
+        of_use = (use.residuals.dtype, use.result.dtype)
+        of_use = (use.matmul.forward, use.matmul.backward) if use.matmul else of_use
+        met += of_use[use.kind is lookup :]
+    return parts_of(met) if dtype == jnp.float32 else 0
+
+
 def sides(
     use: ParamUse, residuals: Any, cotangent: Array, dtype: np.dtype[Any]
 ) -> tuple[Any, Float[Array, "batch group time features_out"]]:
     """All examples' outer products."""
     x, g = jax.vmap(lambda r, g: use.factors(r, g, dtype))(residuals, cotangent)
-    of_x, of_g = use.parts(dtype)
-    g = as_bfloat16(g) if of_g == 1 else g  # as it is, but for the largest float32 number
     if use.kind is not lookup:
-        return as_bfloat16(x) if of_x == 1 else x, g
+        return x, g
     rows, (num_rows, *_) = x[..., 0], use.operation.operands[0]
     return OneHot(rows), jnp.where((rows < num_rows)[..., None], g, 0)
 
@@ -211,10 +209,11 @@ def weighted(
     g: Float[Array, "batch group time features_out"],
     weights: Float[Array, "batch #group"],
     contributes: Bool[Array, " batch"],
+    parts: int,
 ) -> Float[Array, "group features_in features_out"]:
     """The weighted sum of all examples' outer products."""
     if not isinstance(x, OneHot):
-        return sum_of_products(x, g, weights, contributes, use.parts(g.dtype)[0])
+        return sum_of_products(x, g, weights, contributes, parts)
     groups, features = g.shape[1], g.shape[-1]
     g = jnp.where(contributes[:, None, None, None], g * weights[..., None, None], 0)
     scatter = functools.partial(lookup.scatter, use.operation.operands[0][0])

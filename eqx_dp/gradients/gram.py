@@ -54,23 +54,16 @@ class OuterProducts(NamedTuple):
         x: the vectors on the side of the data.
         g: the vectors on the side of the cotangent.
         transposed: whether this use has the parameter transposed, compared with the first use.
-        parts: how many bfloat16 numbers add up to an entry of x, and of g; 0: see `contracted`.
     """
 
     x: Side
     g: Float[Array, "batch group time features_out"]
     transposed: bool = False
-    parts: tuple[int, int] = (0, 0)
 
     @property
     def sides(self) -> tuple[Side, Side]:
         """The rows and the columns of the parameter, as the first use has them."""
         return (self.g, self.x) if self.transposed else (self.x, self.g)
-
-    @property
-    def parts_of_sides(self) -> tuple[int, int]:
-        """The same of rows and columns."""
-        return self.parts[::-1] if self.transposed else self.parts
 
     @property
     def time(self) -> int:
@@ -127,55 +120,51 @@ def sum_of_products(
     g: Float[Array, "batch group time features_out"],
     weights: Float[Array, "batch #group"],
     contributes: Bool[Array, " batch"],
-    parts_of_x: int = 0,
+    parts: int = 0,
 ) -> Float[Array, "group features_in features_out"]:
     """Adds up the outer products of all examples, each weighted.
 
-    At the highest precision, or where x is made of bfloat16 parts, with weighted g in two parts.
+    At the highest precision; or x in `parts` bfloat16 numbers, and weighted g in two.
 
     Examples that do not contribute are selected away, not multiplied by zero.
     """
     mask = contributes[:, None, None, None]
     x = jnp.where(mask, x, 0)
     g = jnp.where(mask, g * weights[:, :, None, None], 0)
-    parts = weighted_parts(parts_of_x)
     if x.shape[1] == 1:
         # Outputs first, as layers have it: otherwise the compiler copies x into another order.
         x, g = (side.reshape(-1, side.shape[-1]) for side in (x, g))
-        return contracted("nk,np->pk", x, g, parts).T[None]
-    return contracted("bgtk,bgtp->gkp", x, g, parts)
+        return contracted("nk,np->pk", x, g, weighted_parts(parts)).T[None]
+    return contracted("bgtk,bgtp->gkp", x, g, weighted_parts(parts))
 
 
-def weighted_parts(parts_of_x: int) -> tuple[int, int]:
-    """The bfloat16 parts of both sides of a weighted sum."""
-    return parts_of_x, 2 if parts_of_x else 0
+def weighted_parts(parts: int) -> tuple[int, int]:
+    """The bfloat16 parts of x, and of g times the factor, which is not exact in one."""
+    return parts, min(2 * parts, 2)
 
 
-def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+def gram_norms(
+    uses: list[OuterProducts], parts: int = 0
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
     """The norm of a sum of outer products, and a bound on that of what is added for a factor of 1.
 
     The terms are those of `to_common_scale`. What is added is the weighted sum as it is computed:
     g rounded after its multiplication by the factor, products, and sums over n.
     """
     dtype = uses[0].g.dtype
-    roundoff, pairs = (
-        product_roundoff(dtype),
-        [(i, j) for i in range(len(uses)) for j in range(i + 1)],
-    )
+    roundoff = product_roundoff(dtype)
+    inner = product_roundoff(dtype, parts=(parts, parts))
     steps = sum(use.time for use in uses)
-
-    def inner_products(side: int) -> tuple[list[Array], float]:
-        """Of all pairs of uses, and how far off they may be."""
-        its, parts = (
-            [getattr(use, of)[side] for use in uses] for of in ("sides", "parts_of_sides")
+    lefts, rights = (tuple(use.sides[i] for use in uses) for i in (0, 1))
+    alpha, beta = (inner * max(_roundings(x, parts) for x in its) for its in (lefts, rights))
+    grams = {
+        (i, j): (
+            _inner_products(lefts[i], lefts[j], dtype, parts),
+            _inner_products(rights[i], rights[j], dtype, parts),
         )
-        of_pairs = [(its[i], its[j], (parts[i], parts[j])) for i, j in pairs]
-        found = [_inner_products(x, y, dtype, both) for x, y, both in of_pairs]
-        off = [_roundings(x, both) * product_roundoff(dtype, parts=both) for x, _, both in of_pairs]
-        return found, max(off)
-
-    (of_rows, alpha), (of_columns, beta) = map(inner_products, (0, 1))
-    grams = dict(zip(pairs, zip(of_rows, of_columns, strict=True), strict=True))
+        for i in range(len(uses))
+        for j in range(i + 1)
+    }
     a, b = ([_lengths(grams[i, i][side]) for i in range(len(uses))] for side in (0, 1))
     square, slack = [], []
     for (i, j), (inner_a, inner_b) in grams.items():
@@ -190,13 +179,12 @@ def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float
     square, slack = (functools.reduce(jnp.add, x) for x in (square, slack))
     lengths = jnp.concatenate([x * y for x, y in zip(a, b, strict=True)], axis=-1)
     gross = norms(jnp.sum(lengths, axis=-1))
-    # Of parts: an adder takes up to 256 terms at once.
-    parts = weighted_parts(max(use.parts[0] for use in uses))
-    deepest, lost = (steps + 256, SPLIT) if parts[0] else (steps, 0.0)
-    in_sum = jnp.minimum((steps + 1) * gross, math.sqrt((deepest + 3) ** 3 / 3) * norms(lengths))
-    in_sum *= max(product_roundoff(dtype, parts=weighted_parts(use.parts[0])) for use in uses)
+    deepest = steps + 3 + 256 * bool(parts)  # tensor cores add many terms at once
+    in_sum = jnp.minimum((steps + 1) * gross, math.sqrt(deepest**3 / 3) * norms(lengths))
     room = 33 / 32
-    bound = jnp.sqrt(jnp.maximum(square + room * slack, 0)) + room * (in_sum + lost * gross)
+    bound = jnp.sqrt(jnp.maximum(square + room * slack, 0))
+    in_sum *= product_roundoff(dtype, parts=weighted_parts(parts))
+    bound += room * (in_sum + SPLIT * bool(parts) * gross)
     bound = jnp.maximum(bound, least_share(dtype) * gross)
     return jnp.sqrt(jnp.maximum(square, 0)), bound * (1 + 8 * roundoff)
 
@@ -213,7 +201,7 @@ def least_share(dtype: np.dtype[Any]) -> float:
 def one_term(
     x: Float[Array, "batch group 1 features_in"],
     g: Float[Array, "batch group 1 features_out"],
-    parts_of_x: int = 0,
+    parts: int = 0,
 ) -> tuple[
     Float[Array, " batch"],
     Float[Array, " batch"],
@@ -238,8 +226,8 @@ def one_term(
     bound = jnp.maximum(norms(at_least[0] * at_least[1]), tiny)
     error = sum(norm_error(n, norm.dtype) for n in (shape[1], x.shape[-1], g.shape[-1]))
     scale, inverse = power_of_two(lengths[0])
-    bound *= 1 + error + 6 * unit_roundoff(norm.dtype) + (1.01 * SPLIT if parts_of_x else 0)
-    bound *= 1 + product_roundoff(norm.dtype, parts=weighted_parts(parts_of_x))
+    error += product_roundoff(norm.dtype, parts=weighted_parts(parts)) + SPLIT * bool(parts)
+    bound *= 1 + 1.0001 * error + 6 * unit_roundoff(norm.dtype)
     return norm, bound, x * inverse[..., None, None], scale
 
 
@@ -253,11 +241,11 @@ _AT_ONCE = 2**19
 keeps all of them for one addition."""
 
 
-def _block(features: int, parts: tuple[int, int]) -> int:
-    return max(_BLOCK if 0 in parts else _BLOCK_OF_PARTS, -(-features // _MOST_BLOCKS))
+def _block(features: int, parts: int) -> int:
+    return max(_BLOCK_OF_PARTS if parts else _BLOCK, -(-features // _MOST_BLOCKS))
 
 
-def _roundings(side: Side, parts: tuple[int, int]) -> int:
+def _roundings(side: Side, parts: int) -> int:
     """How many roundings a product goes through in an inner product."""
     if isinstance(side, OneHot):
         return 0
@@ -269,7 +257,7 @@ def _roundings(side: Side, parts: tuple[int, int]) -> int:
 
 
 def _inner_products(
-    x: Side, y: Side, dtype: Any, parts: tuple[int, int]
+    x: Side, y: Side, dtype: Any, parts: int
 ) -> Float[Array, "batch group time_x time_y"]:
     """The inner products of all pairs of vectors, one block of features after another."""
     if isinstance(x, OneHot):
@@ -285,7 +273,7 @@ def _inner_products(
     # The barrier stops the compiler from continuing the sum of one block in the next.
     def of_block(start: Any, length: int) -> Array:
         sides = (jax.lax.dynamic_slice_in_dim(side, start, length, axis=3) for side in (x, y))
-        inner = contracted("bgtk,bgsk->bgts", *sides, parts)
+        inner = contracted("bgtk,bgsk->bgts", *sides, (parts, parts))
         return jax.lax.optimization_barrier(inner)
 
     first = size % block or block

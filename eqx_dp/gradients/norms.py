@@ -14,6 +14,7 @@ u is `unit_roundoff`, the largest relative error of one rounding to nearest.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -179,15 +180,13 @@ def has_float64(platform: str | None = None) -> bool:
     return (platform or made_for_platform()) in ("cpu", "gpu", "cuda", "rocm")
 
 
-def parts_of(dtype: Any) -> int:
-    """How many bfloat16 numbers add up to any number of a dtype; 0 if products stay in float32.
+def parts_of(dtypes: Sequence[Any]) -> int:
+    """How many bfloat16 numbers add up to any number of these dtypes; 0 to multiply in float32.
 
-    Tensor cores and MXUs multiply bfloat16 numbers 15 times as fast. CPUs do not.
+    Tensor cores and MXUs multiply bfloat16 numbers 15 times as fast; CPUs do not.
     """
-    if is_cpu():
-        return 0
-    bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 64
-    return {8: 1, 16: 1 if dtype == jnp.bfloat16 else 2}.get(bits, 0)
+    has_parts = not is_cpu() and all(dtype.itemsize <= 2 for dtype in dtypes)
+    return has_parts * (2 if jnp.float16 in dtypes else 1)
 
 
 SPLIT = 2.0**-17
@@ -195,18 +194,13 @@ SPLIT = 2.0**-17
 
 
 def in_parts(x: Float[Array, "*n"], parts: int) -> list[Array]:
-    """Splits float32 numbers into bfloat16 numbers that add up to them: exactly, or to `SPLIT`."""
-    found: list[Array] = []
-    for _ in range(parts):
-        part = as_bfloat16(x)
-        found.append(part.astype(jnp.bfloat16))
-        x = x - part
-    return found
+    """Splits float32 numbers into bfloat16 numbers that add up to them: exactly, or to `SPLIT`.
 
-
-def as_bfloat16(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Numbers rounded to bfloat16, in their own dtype. A compiler may skip casts, not this."""
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    A compiler may leave out a cast to bfloat16 and back, but not `reduce_precision`.
+    """
+    part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    others = in_parts(x - part, parts - 1) if parts > 1 else []
+    return [part.astype(jnp.bfloat16), *others]
 
 
 def contracted(pattern: str, x: Array, y: Array, parts: tuple[int, int]) -> Float[Array, "..."]:
@@ -214,12 +208,8 @@ def contracted(pattern: str, x: Array, y: Array, parts: tuple[int, int]) -> Floa
     if 0 in parts:
         return jnp.einsum(pattern, x, y, precision=PRECISION)
     with in_narrow_product():
-        lefts, rights = in_parts(x, parts[0]), in_parts(y, parts[1])
-        terms = [
-            jnp.einsum(pattern, left, right, preferred_element_type=x.dtype)
-            for left in lefts
-            for right in rights
-        ]
+        pairs = itertools.product(in_parts(x, parts[0]), in_parts(y, parts[1]))
+        terms = [jnp.einsum(pattern, *pair, preferred_element_type=x.dtype) for pair in pairs]
     return functools.reduce(jnp.add, reversed(terms))  # small ones first
 
 

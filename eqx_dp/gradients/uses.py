@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 from ..precision import Matmul
 from ..sharding import Cut, evaluated_whole, whole
 from .narrow_products import Scaled, restored, scaled, with_cast_cotangent
-from .norms import parts_of
 from .views import Place, Step, Steps, place_of, pulled_back, taken
 
 
@@ -168,17 +167,6 @@ class ParamUse(NamedTuple):
     def received(self, result: Array) -> Array:
         """The result; its cotangent is cast as the derivative of a narrow product needs it."""
         return result if self.matmul is None else with_cast_cotangent(self.matmul, result)
-
-    def parts(self, dtype: np.dtype[Any]) -> tuple[int, int]:
-        """How many bfloat16 numbers add up to one of the data, and to one of the cotangent.
-
-        0 where products stay in the dtype of the sums.
-        """
-        if dtype != jnp.float32:
-            return 0, 0
-        if self.matmul is not None:
-            return parts_of(self.matmul.forward), parts_of(self.matmul.backward)
-        return parts_of(self.residuals.dtype), parts_of(self.result.dtype)
 
     @property
     def slices(self) -> tuple[int, ...]:
