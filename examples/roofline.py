@@ -86,7 +86,7 @@ def costs_of(text: str) -> Costs:
             sums["waits"] += times * (operation == "conditional" or is_endless)
             sums["callbacks"] += times * ("callback" in each.rest.partition("metadata=")[0])
             called = re.findall(r"%([\w.-]+)", " ".join(_CALLED.findall(each.rest)))
-            if not is_kernel and operation not in _FREE:
+            if not is_kernel and operation not in _FREE and not operation.endswith("-done"):
                 inside = blocks.get(called[0], []) if operation == "fusion" and called else [each]
                 sums["moved"] += times * _moved(each, inside, shapes)
                 sums["kernels"] += times
@@ -146,7 +146,12 @@ def _flops(each: _Instruction, inputs: list[str]) -> Iterator[tuple[int, float]]
     elif "convBackwardInput" in each.rest:
         outputs = left
     labels = re.search(r"dim_labels=\w+?_(\w+?)->", each.rest)
-    window = re.search(r"window=\{size=([\dx]+)", each.rest)
     added = kernel[labels[1].index("i")] if labels else 1
-    added *= math.prod(map(int, window[1].split("x"))) if window else 1
+    # TPUs multiply stacks of matrices as convolutions of a dilated image, which is zeros between.
+    window, dilated = (
+        [int(n) for found in re.findall(rf"{name}=([\dx]+)", each.rest) for n in found.split("x")]
+        for name in ("window=\\{size", "lhs_dilate")
+    )
+    for i, size in enumerate(window):
+        added *= -(-size // dilated[i]) if dilated else size
     yield bits, 2.0 * math.prod(outputs) * added
