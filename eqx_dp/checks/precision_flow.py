@@ -298,7 +298,6 @@ class PrecisionFlow(Flow[Facts]):
         name, is_cast = equation.primitive.name, equation.primitive is convert_element_type_p
         before = width_of_variable(equation.invars[0]) if is_cast else None
         narrows = before is not None and not before.narrower(self._accumulate)
-        narrows = narrows and not is_in_narrow_product(case.context.scope)  # of parts that add up
         for variable in equation.outvars:
             width = widths.width_of_result(equation, variable)
             if width is None:
@@ -306,7 +305,9 @@ class PrecisionFlow(Flow[Facts]):
             if name in _SUMS and stage in ("sum", "microbatches"):
                 kind, size = "sum over examples", size_of(variable)
                 self._count(case.context, kind, shown, width.name, size, line)
-            if narrows or name in _ARITHMETIC:
+            # Parts of a wide number are narrow; their products are not.
+            is_part = is_in_narrow_product(case.context.scope) and name not in widths.CONTRACTIONS
+            if (narrows or name in _ARITHMETIC) and not is_part:
                 self._at_least(self._accumulate, width, shown, line)
 
     def _collective(self, case: _Case) -> None:

@@ -3,8 +3,8 @@
 **Modelled from the compiled program, not measured.** Clipped gradients under `mixed_bfloat16`, one
 device or a mesh with examples spread over it, compiled by XLA for an H100 (without autotuning,
 which needs one) or a TPU. Read from the optimized program: temporary memory of a device, the share
-of FLOPs of contractions and convolutions whose operands have 16 or 8 bits, conditionals and loops of
-unknown length (the host of a GPU waits at each), callbacks, and the seconds that the data sheet
+of FLOPs of contractions and convolutions whose operands have 16 or 8 bits, conditionals and loops
+of unknown length (the host of a GPU waits at each), callbacks, and the seconds that the data sheet
 allows (`examples/roofline.py`): products overlap memory, starts of kernels and waits come on top,
 without CUDA graphs. `compile` is this machine's time. Noise is compiled by itself: temporary memory
 for an entry of one leaf.
@@ -67,9 +67,9 @@ def mesh_of(name: str, axis_type: AxisType = AxisType.Auto) -> Mesh:
     return Mesh(np.array(devices_of(name)), ("data",), axis_types=(axis_type,))
 
 
-def on_mesh(mesh: Mesh, tree: Any, spec: P = P()) -> Any:
+def on_mesh(mesh: Mesh, tree: Any, spec: P | None = None) -> Any:
     """Shapes of arrays, placed on a mesh."""
-    where = NamedSharding(mesh, spec)
+    where = NamedSharding(mesh, spec or P())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
 
