@@ -17,14 +17,14 @@ _LINKS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collectiv
 
 
 class Costs(NamedTuple):
-    """Of one run on one device. Loops of unknown length, and conditionals, count as one turn.
+    """Of one run on one device.
 
     Attributes:
         flops: of contractions and convolutions, by the bits of their operands.
         moved: bytes that kernels read and write.
         linked: bytes that go between devices.
         kernels: how many start.
-        waits: conditionals and loops of unknown length: a GPU's host waits for a flag.
+        waits: conditionals, and turns of loops of unknown length: a GPU's host waits for a flag.
         callbacks: to the host.
     """
 
@@ -64,8 +64,13 @@ class _Instruction(NamedTuple):
         return re.findall(r"%([\w.-]+)", self.rest.partition(")")[0])
 
 
-def costs_of(text: str) -> Costs:
-    """Reads the optimized program of a GPU or a TPU, `compiled.as_text()`."""
+def costs_of(text: str, turns: int = 1) -> Costs:
+    """Reads the optimized program of a GPU or a TPU, `compiled.as_text()`.
+
+    Args:
+        text: the program.
+        turns: of each loop of unknown length.
+    """
     blocks: dict[str, list[_Instruction]] = {}
     name = entry = ""
     for line in text.splitlines():
@@ -82,8 +87,9 @@ def costs_of(text: str) -> Costs:
             operation, inputs = each.operation, [shapes.get(x, "") for x in each.operands]
             flops.update({bits: times * n for bits, n in _flops(each, inputs)})
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', each.rest)
-            is_endless = operation == "while" and trips is None
-            sums["waits"] += times * (operation == "conditional" or is_endless)
+            length = (int(trips[1]) if trips else turns) if operation == "while" else 1
+            is_unknown = operation == "while" and trips is None
+            sums["waits"] += times * (operation == "conditional" or length * is_unknown)
             sums["callbacks"] += times * ("callback" in each.rest.partition("metadata=")[0])
             called = re.findall(r"%([\w.-]+)", " ".join(_CALLED.findall(each.rest)))
             if not is_kernel and operation not in _FREE and not operation.endswith("-done"):
@@ -91,9 +97,12 @@ def costs_of(text: str) -> Costs:
                 sums["moved"] += times * _moved(each, inside, shapes)
                 sums["kernels"] += times
                 sums["linked"] += times * _bytes(each.result) * operation.startswith(_LINKS)
-            turns = times * (int(trips[1]) if trips and operation == "while" else 1)
             for its in called:
-                visit(its, turns, is_kernel or operation not in ("while", "conditional", "call"))
+                visit(
+                    its,
+                    times * length,
+                    is_kernel or operation not in ("while", "conditional", "call"),
+                )
 
     visit(entry, 1, False)
     return Costs(flops, *(float(sums[name]) for name in Costs._fields[1:]))

@@ -51,15 +51,19 @@ def example() -> Any:
 
 
 class Compiled(NamedTuple):
-    """A program, the bytes that it needs beside its arguments, and how long its compiler took."""
+    """A program, the bytes that it needs beside its arguments, and how long its compiler took.
+
+    `turns` are those of each loop whose length follows from the data.
+    """
 
     text: str
     temporary: int
     seconds: float
+    turns: int = 1
 
     @property
     def costs(self) -> Any:
-        return example().costs_of(self.text)
+        return example().costs_of(self.text, self.turns)
 
 
 def mesh_of(name: str, axis_type: AxisType = AxisType.Auto) -> Mesh:
@@ -102,9 +106,11 @@ def gradient(
         with jax.set_mesh(mesh):
             return compiled(lambda p, f, *its: clipped(eqx.combine(p, f, static), *its), *arguments)
     narrow = row._replace(loss=lambda *its: row.loss(*map(_narrow, its)).astype(jnp.float32))
-    size = name.removeprefix(JAX_PRIVACY)
-    make = non_private if name == NON_PRIVATE else of_jax_privacy
-    return compiled(make(narrow, int(size) if size.strip().isdecimal() else None), *arguments)
+    if name == NON_PRIVATE:
+        return compiled(non_private(narrow, None), *arguments)
+    size = int(name.removeprefix(JAX_PRIVACY))
+    found = compiled(of_jax_privacy(narrow, size), *arguments)
+    return found._replace(turns=row.batch_size // size)
 
 
 def _narrow(tree: Any) -> Any:
@@ -129,7 +135,7 @@ def line(name: str, found: Compiled, ordinary: Compiled, on: str) -> dict[str, s
         "on": on,
         "gradient": name,
         "temporary, MiB": f"{found.temporary / MIB:.1f}",
-        "/ non-private": f"{found.temporary / max(ordinary.temporary, 1):.2f}",
+        "/ non-private": _ratio(found.temporary, ordinary.temporary),
         "GFLOP of products": f"{costs.flops.total() / 1e9:.2f}",
         "in 16 or 8 bits": f"{100 * costs.narrow_share:.1f} %",
         "kernels": f"{costs.kernels:.0f}",
@@ -139,6 +145,10 @@ def line(name: str, found: Compiled, ordinary: Compiled, on: str) -> dict[str, s
         "x non-private": f"{seconds[0] / seconds[1]:.2f}",
         "compile, s": f"{found.seconds:.0f}",
     }
+
+
+def _ratio(size: int, other: int) -> str:
+    return f"{size / other:.2f}" if other > MIB else "-"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
