@@ -67,8 +67,9 @@ def devices_of(name: str) -> list[Any]:
     """
     platform, _, of = name.partition(":")
     options = {"target_config": _h100(), "topology": f"1x1x{of}"}
-    for variable, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost")):
-        os.environ.setdefault(variable, value)  # libtpu asks the cloud otherwise
+    for variable in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
+        os.environ.setdefault(variable, "1")  # libtpu asks the cloud, and locks the TPU, otherwise
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     try:
         if platform == "tpu":
             return list(topologies.get_topology_desc(of, platform="tpu").devices)
