@@ -1,19 +1,46 @@
-"""The default device: its kind and its memory."""
+"""The devices that a program is made for: their platform and their memory."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import jax
+from jax.sharding import Mesh
+
+# A part of the key of JAX's caches: one program traced for two platforms is two programs.
+_made_for: Any = jax.make_user_context(None)
+
+
+class _OnMesh(Protocol):
+    @property
+    def mesh(self) -> Mesh: ...
+
+
+def made_for(rules: _OnMesh | None) -> AbstractContextManager[Any]:
+    """Within this context programs are made for the devices of a mesh, which need not be here."""
+    return nullcontext() if rules is None else _made_for(rules.mesh.devices.flat[0].platform)
+
+
+def platform() -> str:
+    """The platform that programs are made for: `cpu`, `gpu`, `tpu`; JAX's default if none is said.
+
+    `jax.default_backend()` says what this machine has. A program may be planned here, and run on a
+    mesh of GPUs elsewhere.
+    """
+    return _made_for.value or jax.default_backend()
 
 
 def is_cpu() -> bool:
-    """Whether the device is the host's CPU."""
-    return jax.local_devices()[0].platform == "cpu"
+    """Whether that is the host's CPU."""
+    return platform() == "cpu"
 
 
 def device_memory() -> int | None:
     """Bytes of memory of the device (of the host, if it is the device); None if unknown."""
+    device = jax.local_devices()[0]
     if not is_cpu():
-        return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        is_here = device.platform == platform()
+        return (device.memory_stats() or {}).get("bytes_limit") if is_here else None
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not known on this system

@@ -9,9 +9,15 @@ Parameters and the state of Adam are spread over all devices, layers are stacked
 and the policy is `mixed_bfloat16`. A mesh `64x4` has 64 devices along `data`, which examples are
 spread over, and 4 along `model`, over which the compiler divides each layer.
 
+With `--on` the compiler of a GPU or a TPU makes the program. That needs the extra `compilers` and
+no such hardware. Bytes are the compiler's; the seconds of a step are **modelled from the compiled
+program, not measured** (`roofline.py`).
+
     python examples/plan_gpt.py                                    # 320M parameters on 8 devices
     python examples/plan_gpt.py --size 1B --mesh 64x4 --microbatch 1
     python examples/plan_gpt.py --size 27B --mesh 64 512 64x8 --memory 16 80 141 --paper
+    python examples/plan_gpt.py --on tpu:v5e:4x4 --microbatch 1    # by the compiler of a TPU
+    python examples/plan_gpt.py --on h100:8 --methods ghost        # or of H100s
     python examples/plan_gpt.py --layers 2 --width 64 --length 64 --vocabulary 128 --batch 24
 """
 
@@ -24,13 +30,16 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from equinox import nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from roofline import costs_of
 
 import eqx_dp as dp
+from eqx_dp.planning.chips import chip_of, devices_of
 
 CLIP_NORM = 1.0
 METHODS = ("ghost", "book_keeping", "per_example")
@@ -182,6 +191,7 @@ class Row(NamedTuple):
         parts: those of `dp.plan_memory`.
         compiled: as the compiler says; None on paper.
         seconds: tracing and compiling.
+        program: the compiled step; None on paper.
     """
 
     mesh: Mesh
@@ -190,6 +200,7 @@ class Row(NamedTuple):
     parts: Any
     compiled: int | None
     seconds: float
+    program: Any = None
 
     @property
     def held(self) -> int:
@@ -200,10 +211,11 @@ def is_shape(x: Any) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct)
 
 
-def make_task(sizes: Sizes, batch: int, on: Mesh) -> Task:
+def make_task(sizes: Sizes, batch: int, on: Mesh, devices: list[Any] | None = None) -> Task:
     """Shapes alone: `eqx.filter_eval_shape` makes a model without an array."""
-    auto, devices = (AxisType.Auto,) * len(on), jax.devices()[: on.size]
-    mesh = jax.make_mesh(tuple(on), on._fields, axis_types=auto, devices=devices)
+    auto, devices = (AxisType.Auto,) * len(on), devices or jax.devices()
+    of_mesh = np.array(devices[: on.size]).reshape(tuple(on))
+    mesh = jax.sharding.Mesh(of_mesh, on._fields, axis_types=auto)
     rules = dp.ShardingRules(mesh, examples="data", params=PARAMS, accumulators="examples")
     tokens = jax.ShapeDtypeStruct((on.data * batch, sizes.length), jnp.int32)
     model = eqx.filter_eval_shape(GPT, sizes, jax.eval_shape(lambda: jax.random.key(0)))
@@ -237,7 +249,7 @@ def plan(task: Task, on: Mesh, method: Any, microbatch: int, compiled: bool) -> 
     )
     total = None if found.compiled is None else found.compiled.total
     taken = time.perf_counter() - start
-    return Row(on, method, microbatch, found.parts, total, taken)
+    return Row(on, method, microbatch, found.parts, total, taken, found.program)
 
 
 def textbook_bytes(sizes: Sizes, model_bytes: int) -> float:
@@ -269,11 +281,13 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     sums = ("parts", "compiled", "seconds", fits)
     print(LINE.format("mesh", "a device", "microbatch", *PARTS, *sums))
     for on in options.mesh:
-        task = make_task(sizes, options.batch, on)
+        task = make_task(sizes, options.batch, on, options.devices)
         for method in options.methods:
             for microbatch in options.microbatch:
                 rows.append(plan(task, on, method, microbatch, not options.paper))
                 print(LINE.format(*cells(rows[-1], options.memory)), flush=True)
+                if options.devices and rows[-1].program is not None:
+                    print(modelled(rows[-1], options.devices[0], options.batch), flush=True)
                 jax.clear_caches()
     print(f"\npeak host memory: {peak_host_bytes() / GIB:.2f} GiB")
     return rows
@@ -285,6 +299,20 @@ def cells(row: Row, memory: list[float]) -> tuple[str, ...]:
     fits = ", ".join(f"{size:g}" for size in memory if row.held <= size * 10**9) or "none"
     which = (str(row.mesh), row.method, str(row.microbatch))
     return (*which, *map(told, sizes), compiled, f"{row.seconds:.0f}", fits)
+
+
+def modelled(row: Row, device: Any, batch: int) -> str:
+    """Seconds of a step, by a data sheet; loops of unknown length go over the whole batch."""
+    costs, chip = costs_of(row.program.as_text(), batch // row.microbatch), chip_of(device)
+    if chip is None:
+        return f"  no data sheet of {device.device_kind} here"
+    parts = costs.seconds(chip)
+    told = ", ".join(f"{name} {seconds:.4f}" for name, seconds in parts.items())
+    return (
+        f"  modelled from the compiled program, not measured: {sum(parts.values()):.4f} s a step "
+        f"({told}); {100 * costs.narrow_share:.1f} % of FLOPs of products in 16 or 8 bits; "
+        f"{costs.waits:.0f} waits of the host"
+    )
 
 
 def told(size: float) -> str:
@@ -312,13 +340,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="300M", help="of the model")
     for name in Sizes._fields:
         parser.add_argument(f"--{name}", type=int, help=f"instead of the size's {name}")
-    parser.add_argument("--mesh", type=mesh_of, nargs="+", default=[Mesh(8)], help="64 or 64x4")
+    parser.add_argument(
+        "--mesh", type=mesh_of, nargs="+", help="64 or 64x4 (default: 8, or --on's)"
+    )
+    parser.add_argument("--on", help="compile for h100:8, tpu:v5e:4x4 and the like (needs no such)")
     parser.add_argument("--batch", type=int, default=24, help="examples on a device (default: 24)")
     parser.add_argument("--microbatch", type=int, nargs="+", default=[1, 3, 24])
-    parser.add_argument("--memory", type=float, nargs="+", default=[32], help="of a device, GB")
+    parser.add_argument(
+        "--memory", type=float, nargs="+", help="of a device, GB (default: 32, or --on's)"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--paper", action="store_true", help="compile nothing")
     options = parser.parse_args(arguments)
+    options.devices = devices_of(options.on) if options.on else []
+    chip = chip_of(options.devices[0]) if options.on else None
+    options.memory = options.memory or [32 if chip is None else chip.memory / 1e9]
+    options.mesh = options.mesh or [Mesh(len(options.devices) or 8)]
     given = {name: getattr(options, name) for name in Sizes._fields}
     own = {name: value for name, value in given.items() if value is not None}
     options.sizes = sizes = SIZES[options.size]._replace(**own)
@@ -327,6 +364,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             f"--microbatch must divide --batch {options.batch}, found {options.microbatch}"
         )
     for on in options.mesh:
+        if options.devices and on.size > len(options.devices):
+            parser.error(f"--mesh {on} has more devices than --on {options.on}")
         if sizes.width % sizes.heads or sizes.heads % on.model:
             parser.error(f"--heads must divide --width, and the model axis of {on} --heads")
         if sizes.width % on.size or sizes.vocabulary % on.size:

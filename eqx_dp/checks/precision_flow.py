@@ -306,7 +306,9 @@ class PrecisionFlow(Flow[Facts]):
             if name in _SUMS and stage in ("sum", "microbatches"):
                 kind, size = "sum over examples", size_of(variable)
                 self._count(case.context, kind, shown, width.name, size, line)
-            if narrows or name in _ARITHMETIC:
+            # Parts of a wide number are narrow; their products are not.
+            is_part = is_in_narrow_product(case.context.scope) and name not in widths.CONTRACTIONS
+            if (narrows or name in _ARITHMETIC) and not is_part:
                 self._at_least(self._accumulate, width, shown, line)
 
     def _collective(self, case: _Case) -> None:

@@ -30,9 +30,11 @@ from .arguments import Configuration, Examples
 from .blocks import BLOCK, added_roundoff
 from .choice import Choice, LeafCost
 from .clip import PerExample, TracedLoss
+from .factored import parts_of_uses
+from .gram import weighted_parts
 from .methods import clipped_sum
 from .microbatches import over_microbatches
-from .norms import has_wide, product_roundoff, unit_roundoff
+from .norms import has_float64, product_roundoff, unit_roundoff
 
 
 class Mark(NamedTuple):
@@ -163,7 +165,7 @@ class Prepared(NamedTuple):
         """
         dtype, devices = self.traced.accumulate_dtype, self.num_shards
         moved = 2 * self.of_device * devices * (devices - 1) * unit_roundoff(dtype)
-        return moved > 0.01 and dtype == jnp.float32 and has_wide(dtype)
+        return moved > 0.01 and dtype == jnp.float32 and has_float64()
 
     def drift(self, is_divided: bool) -> float:
         """How far rounding moves the sum at most if one example leaves the batch, in clip norms.
@@ -187,7 +189,9 @@ class Prepared(NamedTuple):
         together = devices if any(self.traced.cuts) else 1
         microbatches = min(moves, count * devices // together)
         of_blocks = added_roundoff(-(-size // block), size, dtype) + (together - 1) * u
-        off = blocks * block * (block - 1) * product_roundoff(dtype)
+        parts = [parts_of_uses((use,), dtype) for use in self.traced.uses.at.values()]
+        errors = [product_roundoff(dtype, parts=weighted_parts(its)) for its in (0, *parts)]
+        off = blocks * block * (block - 1) * max(errors)
         off += microbatches * together * size * of_blocks
         across = (1 if self.is_wide else devices - 1) + 4 * is_divided
         in_all = added_roundoff(count, self.of_device, dtype) + across * u

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 from typing_extensions import TypedDict, TypeVar, Unpack
 
+from ..device import made_for
 from ..losses import KeyedOne, KeyedTwo, ThreeOrMore, check_key
 from ..paths import below
 from ..precision import Policy, agreed_policy, cast_parameters, check_sum_range, stage
@@ -209,8 +210,9 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
             ValueError: see [`filter_clipped_grad`][].
         """
         check_mask(self._sampling, is_padding_example)
-        prepared = self._prepare(model, batch, key, is_padding_example, clip_norm)
-        sums, per_example = run(prepared, self._configuration)
+        with made_for(self.sharding):
+            prepared = self._prepare(model, batch, key, is_padding_example, clip_norm)
+            sums, per_example = run(prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         leaves = prepared.structure.num_leaves
         tree = prepared.structure.unflatten(grads[:leaves])

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex_core
 
+from ..device import made_for
 from ..expected import expect
 from ..isolation import warn_if_zero
 from ..precision import agreed_policy
@@ -198,7 +199,8 @@ def described(
     found: list[Prepared] = []
 
     def prepare(*call: Any) -> None:
-        prepared = grad_fn._prepare(*call)  # pyright: ignore[reportPrivateUsage]
+        with made_for(grad_fn.sharding):
+            prepared = grad_fn._prepare(*call)  # pyright: ignore[reportPrivateUsage]
         arrays = (prepared.traced.params, prepared.traced.frozen, prepared.examples)
         params, frozen, examples = jax.tree.map(_shape, arrays)
         traced = prepared.traced._replace(params=params, frozen=frozen)

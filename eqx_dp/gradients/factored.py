@@ -33,7 +33,7 @@ from .gram import (
     to_common_scale,
 )
 from .leaves import LeafGradient, Measure, combined, computed_once, norm_and_bound
-from .norms import halves, norm_error, norms, unit_roundoff, without_subnormal
+from .norms import contracted, halves, norm_error, norms, parts_of, unit_roundoff, without_subnormal
 from .uses import Member, ParamUse, Scattering, overlaps
 
 Pair: TypeAlias = tuple[Any, Array]
@@ -77,10 +77,11 @@ def leaf_gradient(
 
 def _formed(form: LeafForm, pair: Pair) -> Float[Array, "batch *shape"]:
     """Each example's gradient, from outer products."""
-    (use,) = form.uses
+    (use,), parts = form.uses, (parts_of_uses(form.uses, form.dtype),) * 2
 
     def of_one(residual: Any, cotangent: Array) -> Array:
-        return use.to_parameter(use.outer_products(residual, cotangent, form.dtype))
+        x, g = use.factors(residual, cotangent, form.dtype)
+        return use.to_parameter(contracted("gtk,gtp->gkp", x, g, parts))
 
     return jax.vmap(of_one)(*pair)
 
@@ -99,6 +100,7 @@ def summed(
     form: LeafForm, held: Any, factors: Float[Array, "batch"], contributes: Bool[Array, " batch"]
 ) -> Array:
     """The weighted sum."""
+    parts = parts_of_uses(form.uses, form.dtype)
 
     def of_block(operands: Any) -> Array:
         held, factors, contributes = operands
@@ -109,7 +111,7 @@ def summed(
             weights = without_subnormal(functools.reduce(jnp.multiply, powers, factors[:, None]))
             for (index, _), (x, g) in zip(members, products, strict=False):
                 use = form.uses[index]
-                sums.append(use.to_parameter(weighted(use, x, g, weights, contributes)))
+                sums.append(use.to_parameter(weighted(use, x, g, weights, contributes, parts)))
         return functools.reduce(jnp.add, sums)
 
     return in_blocks(of_block, (held, factors, contributes), form.dtype)
@@ -158,6 +160,7 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
         for index, transposed in members
     ]
     first, *others = terms
+    parts = parts_of_uses(form.uses, form.dtype)
     rows = [use.x.rows for use in terms if isinstance(use.x, OneHot) and not use.transposed]
     if len(rows) == len(terms):  # all look up rows, none looks up columns
         values = jnp.concatenate([use.g for use in terms], axis=2)
@@ -165,17 +168,28 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
         norm, bound, sums = row_norms(at, values)
         terms, powers = [OuterProducts(OneHot(at), sums)], ()  # the first use stands for all
     elif not others and first.time == 1 and not isinstance(first.x, OneHot):
-        norm, bound, x, scale = one_term(first.x, first.g)
+        norm, bound, x, scale = one_term(first.x, first.g, parts)
         terms, powers = [first._replace(x=x)], (scale,)
     else:
         terms, exponent = to_common_scale(terms)
-        norm, bound = gram_norms(terms)
+        norm, bound = gram_norms(terms, parts)
         tiny = jnp.finfo(form.dtype).tiny
         powers = halves(exponent, form.dtype)
         norm, scaled_back = (functools.reduce(jnp.multiply, powers, x) for x in (norm, bound))
         bound = jnp.where(bound > 0, jnp.maximum(scaled_back, tiny), bound)
         powers = tuple(x[:, None] for x in powers)
     return norm, bound, ([(use.x, use.g) for use in terms], powers)
+
+
+def parts_of_uses(uses: Sequence[ParamUse], dtype: np.dtype[Any]) -> int:
+    """How many bfloat16 numbers add up to any number that the uses meet; 0 if some take more."""
+    met: list[Any] = []
+    for use in uses:
+        narrow = use.matmul
+        met += [narrow.backward if narrow else use.result.dtype]
+        if not use.kind.is_one_hot:  # rows are whole numbers
+            met += [narrow.forward if narrow else use.data.dtype]
+    return parts_of(met) if dtype == jnp.float32 else 0
 
 
 def sides(
@@ -195,10 +209,11 @@ def weighted(
     g: Float[Array, "batch group time features_out"],
     weights: Float[Array, "batch #group"],
     contributes: Bool[Array, " batch"],
+    parts: int,
 ) -> Float[Array, "group features_in features_out"]:
     """The weighted sum of all examples' outer products."""
     if not isinstance(x, OneHot):
-        return sum_of_products(x, g, weights, contributes)
+        return sum_of_products(x, g, weights, contributes, parts)
     groups, num_rows, features = use.matrices
     g = jnp.where(contributes[:, None, None, None], g * weights[..., None, None], 0)
     # One table of all groups. What a group has beyond its last row is zero, wherever it is added.

@@ -23,7 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .leaves import computed_once
 from .norms import (
-    PRECISION,
+    SPLIT,
+    contracted,
     exponent_of,
     norm_error,
     norms,
@@ -119,8 +120,11 @@ def sum_of_products(
     g: Float[Array, "batch group time features_out"],
     weights: Float[Array, "batch #group"],
     contributes: Bool[Array, " batch"],
+    parts: int = 0,
 ) -> Float[Array, "group features_in features_out"]:
-    """Adds up the outer products of all examples, each weighted, at the highest precision.
+    """Adds up the outer products of all examples, each weighted.
+
+    At the highest precision; or x in `parts` bfloat16 numbers, and weighted g in two.
 
     Examples that do not contribute are selected away, not multiplied by zero.
     """
@@ -130,11 +134,18 @@ def sum_of_products(
     if x.shape[1] == 1:
         # Outputs first, as layers have it: otherwise the compiler copies x into another order.
         x, g = (side.reshape(-1, side.shape[-1]) for side in (x, g))
-        return jnp.einsum("nk,np->pk", x, g, precision=PRECISION).T[None]
-    return jnp.einsum("bgtk,bgtp->gkp", x, g, precision=PRECISION)
+        return contracted("nk,np->pk", x, g, weighted_parts(parts)).T[None]
+    return contracted("bgtk,bgtp->gkp", x, g, weighted_parts(parts))
 
 
-def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+def weighted_parts(parts: int) -> tuple[int, int]:
+    """The bfloat16 parts of x, and of g times the factor, which is not exact in one."""
+    return parts, min(2 * parts, 2)
+
+
+def gram_norms(
+    uses: list[OuterProducts], parts: int = 0
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
     """The norm of a sum of outer products, and a bound on that of what is added for a factor of 1.
 
     The terms are those of `to_common_scale`. What is added is the weighted sum as it is computed:
@@ -142,13 +153,14 @@ def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float
     """
     dtype = uses[0].g.dtype
     roundoff = product_roundoff(dtype)
+    inner = product_roundoff(dtype, parts=(parts, parts))
     steps = sum(use.time for use in uses)
     lefts, rights = (tuple(use.sides[i] for use in uses) for i in (0, 1))
-    alpha, beta = (roundoff * max(map(_roundings, sides)) for sides in (lefts, rights))
+    alpha, beta = (inner * max(_roundings(x, parts) for x in its) for its in (lefts, rights))
     grams = {
         (i, j): (
-            _inner_products(lefts[i], lefts[j], dtype),
-            _inner_products(rights[i], rights[j], dtype),
+            _inner_products(lefts[i], lefts[j], dtype, parts),
+            _inner_products(rights[i], rights[j], dtype, parts),
         )
         for i in range(len(uses))
         for j in range(i + 1)
@@ -167,9 +179,12 @@ def gram_norms(uses: list[OuterProducts]) -> tuple[Float[Array, " batch"], Float
     square, slack = (functools.reduce(jnp.add, x) for x in (square, slack))
     lengths = jnp.concatenate([x * y for x, y in zip(a, b, strict=True)], axis=-1)
     gross = norms(jnp.sum(lengths, axis=-1))
-    in_sum = jnp.minimum((steps + 1) * gross, math.sqrt((steps + 3) ** 3 / 3) * norms(lengths))
+    deepest = steps + 3 + 256 * bool(parts)  # tensor cores add many terms at once
+    in_sum = jnp.minimum((steps + 1) * gross, math.sqrt(deepest**3 / 3) * norms(lengths))
     room = 33 / 32
-    bound = jnp.sqrt(jnp.maximum(square + room * slack, 0)) + room * roundoff * in_sum
+    bound = jnp.sqrt(jnp.maximum(square + room * slack, 0))
+    in_sum *= product_roundoff(dtype, parts=weighted_parts(parts))
+    bound += room * (in_sum + SPLIT * bool(parts) * gross)
     bound = jnp.maximum(bound, least_share(dtype) * gross)
     return jnp.sqrt(jnp.maximum(square, 0)), bound * (1 + 8 * roundoff)
 
@@ -184,7 +199,9 @@ def least_share(dtype: np.dtype[Any]) -> float:
 
 
 def one_term(
-    x: Float[Array, "batch group 1 features_in"], g: Float[Array, "batch group 1 features_out"]
+    x: Float[Array, "batch group 1 features_in"],
+    g: Float[Array, "batch group 1 features_out"],
+    parts: int = 0,
 ) -> tuple[
     Float[Array, " batch"],
     Float[Array, " batch"],
@@ -195,8 +212,8 @@ def one_term(
 
     One term needs no sum. Its norm is |x| |g|, each factor of which is off by no more than
     `norm_error`. What is added is rounded twice: g times the factor, and the product in a
-    contraction. A length that a machine without subnormal numbers treats as zero counts as the
-    smallest normal number.
+    contraction; of parts, the rest is lost. A length that a machine without subnormal numbers
+    treats as zero counts as the smallest normal number.
 
     Returns:
         The norm, the bound, x divided by a power of two near its length, and that power.
@@ -209,50 +226,54 @@ def one_term(
     bound = jnp.maximum(norms(at_least[0] * at_least[1]), tiny)
     error = sum(norm_error(n, norm.dtype) for n in (shape[1], x.shape[-1], g.shape[-1]))
     scale, inverse = power_of_two(lengths[0])
-    bound *= 1 + error + 6 * unit_roundoff(norm.dtype) + product_roundoff(norm.dtype)
+    error += product_roundoff(norm.dtype, parts=weighted_parts(parts)) + SPLIT * bool(parts)
+    bound *= 1 + 1.0001 * error + 6 * unit_roundoff(norm.dtype)
     return norm, bound, x * inverse[..., None, None], scale
 
 
-_BLOCK, _MOST_BLOCKS = 64, 32
+_BLOCK, _BLOCK_OF_PARTS, _MOST_BLOCKS = 64, 512, 32
 """Smaller blocks make for smaller bounds, and more of them for slower products: on two cores blocks
-of 64 take up to twice the time of a single product, for bounds that are tighter by a few 1e-5."""
+of 64 take up to twice the time of a single product, for bounds that are tighter by a few 1e-5.
+Tensor cores would wait for memory: T^2 numbers are read and written for T^2 block products."""
 
 _AT_ONCE = 2**19
 """Of more entries than these (2 MiB in float32) blocks are added in a loop: otherwise the compiler
 keeps all of them for one addition."""
 
 
-def _block(features: int) -> int:
-    return max(_BLOCK, -(-features // _MOST_BLOCKS))
+def _block(features: int, parts: int) -> int:
+    return max(_BLOCK_OF_PARTS if parts else _BLOCK, -(-features // _MOST_BLOCKS))
 
 
-def _roundings(side: Side) -> int:
+def _roundings(side: Side, parts: int) -> int:
     """How many roundings a product goes through in an inner product."""
     if isinstance(side, OneHot):
         return 0
     features = side.shape[-1]
     if side.shape[2] == 1:
         return 1 + roundings_in_blocks(features)
-    block = _block(features)
+    block = _block(features, parts)
     return min(features, block) + -(-features // block) - 1
 
 
-def _inner_products(x: Side, y: Side, dtype: Any) -> Float[Array, "batch group time_x time_y"]:
+def _inner_products(
+    x: Side, y: Side, dtype: Any, parts: int
+) -> Float[Array, "batch group time_x time_y"]:
     """The inner products of all pairs of vectors, one block of features after another."""
     if isinstance(x, OneHot):
         if isinstance(y, OneHot):
             return (x.rows[..., :, None] == y.rows[..., None, :]).astype(dtype)
-        return jnp.swapaxes(_inner_products(y, x, dtype), 2, 3)
+        return jnp.swapaxes(_inner_products(y, x, dtype, parts), 2, 3)
     if isinstance(y, OneHot):
         return jnp.take_along_axis(x, y.rows[..., None, :], axis=-1, mode="clip")
-    size, block = x.shape[-1], _block(x.shape[-1])
+    size, block = x.shape[-1], _block(x.shape[-1], parts)
     if x.shape[2] == y.shape[2] == 1:
         return sum_in_blocks((x * y).reshape(-1, size)).reshape(*x.shape[:2], 1, 1)
 
     # The barrier stops the compiler from continuing the sum of one block in the next.
     def of_block(start: Any, length: int) -> Array:
         sides = (jax.lax.dynamic_slice_in_dim(side, start, length, axis=3) for side in (x, y))
-        inner = jnp.einsum("bgtk,bgsk->bgts", *sides, precision=PRECISION)
+        inner = contracted("bgtk,bgsk->bgts", *sides, (parts, parts))
         return jax.lax.optimization_barrier(inner)
 
     first = size % block or block

@@ -3,8 +3,9 @@
 The measured array is the array that is added. A compiler may compute a value once for each of its
 consumers, inside their loops, and round it differently there (a product and a sum in one
 instruction, or in two). If the terms of a gradient nearly cancel, the two would then differ. The
-operands and the results of a conditional are computed once for all consumers. (An optimization
-barrier does not help: on CPUs it is removed before loops are fused.)
+operands and the results of a conditional are computed once for all consumers, on CPUs, which remove
+an optimization barrier before loops are fused. Compilers for GPUs and TPUs remove it afterwards
+(`tests/compiled` reads their programs), and a conditional would make the host wait for its flag.
 """
 
 import functools
@@ -18,6 +19,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Inexact
 
+from ..device import is_cpu
 from .blocks import Operands, in_blocks
 from .norms import PRECISION, norm_error, norms, norms_of_parts
 
@@ -96,9 +98,9 @@ def weighted_sum(
     An example that does not contribute is selected away after the product, because 0 x NaN is NaN.
     Bit for bit, the sum is that with a zero gradient in its place.
 
-    A few large gradients are added one by one, which the compiler fuses into one pass; others as a
-    contraction at the highest precision, so that no accelerator rounds its inputs to a narrower
-    format, in blocks. The contraction needs a second copy of all gradients.
+    A few large gradients are added one by one, which the compiler fuses into one pass; others in
+    blocks, on a CPU as a contraction at the highest precision, which needs a second copy of all
+    gradients. An accelerator would round its inputs, or leave its tensor cores.
     """
     batch, dtype = leaf.shape[0], factors.dtype
     if 0 < batch <= few(math.prod(leaf.shape[1:])):
@@ -107,14 +109,16 @@ def weighted_sum(
         ]
         return functools.reduce(jnp.add, weighted)
 
-    def contracted(operands: tuple[Array, Array, Array]) -> Array:
+    def of_block(operands: tuple[Array, Array, Array]) -> Array:
         leaf, factors, contributes = operands
+        factors = jnp.where(contributes, factors, 0)
         mask = contributes.reshape(-1, *[1] * (leaf.ndim - 1))
         selected = jnp.where(mask, leaf.astype(dtype), 0)
-        factors = jnp.where(contributes, factors, 0)
-        return jnp.tensordot(factors, selected, axes=1, precision=PRECISION)
+        if is_cpu():
+            return jnp.tensordot(factors, selected, axes=1, precision=PRECISION)
+        return jnp.sum(selected * factors.reshape(mask.shape), axis=0)
 
-    return in_blocks(contracted, (leaf, factors, contributes), dtype)
+    return in_blocks(of_block, (leaf, factors, contributes), dtype)
 
 
 def few(size: int) -> int:
@@ -151,6 +155,8 @@ def computed_once(
         del operands
         return jax.lax.optimization_barrier(jax.tree.map(_zeros, shapes))
 
+    if not is_cpu():
+        return ever(operands)
     return jax.lax.cond(_always(jnp.isnan(some)), ever, never, operands)
 
 

@@ -91,7 +91,8 @@ def scaled(x: Float[Array, "..."], dtype: np.dtype[Any], matmul: Matmul) -> Scal
 def restored(operand: Scaled, dtype: np.dtype[Any]) -> Float[Array, "..."]:
     """The operand in another dtype; finite numbers stay finite, clipped to the largest number."""
     values = operand.values.astype(jnp.float32)
-    limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).max))
+    # A number that bfloat16 holds, as all others here: sums may split it.
+    limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.bfloat16).max))
     wide = jnp.clip(_times(values, operand.exponent), -limit, limit)
     return jnp.where(jnp.isfinite(values), wide, values).astype(dtype)
 

@@ -6,7 +6,7 @@ The bounds here and in `gram.py` hold for the arithmetic of processors, GPUs and
 |---|---|
 | addition, multiplication, fused or not | rounded to nearest once: a relative error of at most u |
 | division, square root | off by 2 units in the last place: a relative 4 u (`div.full` on GPUs) |
-| products of a contraction | at `PRECISION`: off by `product_roundoff` |
+| products of a contraction | at `PRECISION`, or of bfloat16 parts: off by `product_roundoff` |
 | sums | in any order, which may differ between entries and runs |
 | numbers below the normal range | kept, or treated as zero |
 
@@ -14,6 +14,7 @@ u is `unit_roundoff`, the largest relative error of one rounding to nearest.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from ..device import is_cpu
+from ..device import platform as made_for_platform
+from ..precision.stages import in_narrow_product
 
 
 def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
@@ -65,11 +70,12 @@ def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, "
 
 
 def has_wide(dtype: np.dtype[Any]) -> bool:
-    """Whether squares of numbers of this dtype are exact in float64, and the machine computes it.
+    """Whether squares of numbers of this dtype are exact in float64, and it costs little.
 
-    None of them overflows there, or vanishes.
+    None of them overflows there, or vanishes. It costs little on CPUs alone: many GPUs compute
+    float64 at 1/64 of the speed of float32.
     """
-    return dtype.itemsize < 8 and _is_ieee(None)
+    return dtype.itemsize < 8 and is_cpu()
 
 
 _BLOCK = 64
@@ -145,13 +151,16 @@ PRECISION = jax.lax.Precision.HIGHEST
 """The precision of every contraction whose result is measured, bounded or added."""
 
 
-def product_roundoff(dtype: np.dtype[Any], platform: str | None = None) -> float:
-    """The largest relative error of one product, and its addition, in a contraction at `PRECISION`.
+def product_roundoff(
+    dtype: np.dtype[Any], platform: str | None = None, parts: tuple[int, int] = (0, 0)
+) -> float:
+    """The largest relative error of one product, and its addition, in a contraction.
 
     | platform | a product is made of | error |
     |---|---|---|
     | CPU, GPU | the numbers as they are, no TensorFloat-32 | u |
     | TPU | six passes of bfloat16 parts | 16 u |
+    | GPU, TPU | `parts` of both sides: p q exact products | 4 p q u (`gram.md`) |
 
     A TPU splits a float32 number into three bfloat16 parts, exactly, and leaves out three of nine
     products, which are less than u / 2 together. The other six are exact, and each costs an
@@ -159,14 +168,49 @@ def product_roundoff(dtype: np.dtype[Any], platform: str | None = None) -> float
 
     Args:
         dtype: of the numbers and the sum.
-        platform: where the contraction runs; None for JAX's default.
+        platform: where the contraction runs; None for that which programs are made for.
+        parts: how many bfloat16 numbers each side is split into; 0 where it runs at `PRECISION`.
     """
-    return (1 if _is_ieee(platform) else 16) * unit_roundoff(dtype)
+    of_whole = 1 if has_float64(platform) else 16
+    return (4 * math.prod(parts) or of_whole) * unit_roundoff(dtype)
 
 
-def _is_ieee(platform: str | None) -> bool:
-    """Whether a platform, None for JAX's default, computes with float32 and float64 as they are."""
-    return (platform or jax.default_backend()) in ("cpu", "gpu", "cuda", "rocm")
+def has_float64(platform: str | None = None) -> bool:
+    """Whether the platform that programs are made for computes float32 and float64 as they are."""
+    return (platform or made_for_platform()) in ("cpu", "gpu", "cuda", "rocm")
+
+
+def parts_of(dtypes: Sequence[Any]) -> int:
+    """How many bfloat16 numbers add up to any number of these dtypes; 0 to multiply in float32.
+
+    Tensor cores and MXUs multiply bfloat16 numbers 15 times as fast; CPUs do not.
+    """
+    has_parts = not is_cpu() and all(dtype.itemsize <= 2 for dtype in dtypes)
+    return has_parts * (2 if jnp.float16 in dtypes else 1)
+
+
+SPLIT = 2.0**-17
+"""What two bfloat16 parts of a float32 number leave of it: 2 x 8 bits, rounded to nearest."""
+
+
+def in_parts(x: Float[Array, "*n"], parts: int) -> list[Array]:
+    """Splits float32 numbers into bfloat16 numbers that add up to them: exactly, or to `SPLIT`.
+
+    A compiler may leave out a cast to bfloat16 and back, but not `reduce_precision`.
+    """
+    part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    others = in_parts(x - part, parts - 1) if parts > 1 else []
+    return [part.astype(jnp.bfloat16), *others]
+
+
+def contracted(pattern: str, x: Array, y: Array, parts: tuple[int, int]) -> Float[Array, "..."]:
+    """An einsum of float32 or float64 arrays: at `PRECISION`, or of their bfloat16 parts."""
+    if 0 in parts:
+        return jnp.einsum(pattern, x, y, precision=PRECISION)
+    with in_narrow_product():
+        pairs = itertools.product(in_parts(x, parts[0]), in_parts(y, parts[1]))
+        terms = [jnp.einsum(pattern, *pair, preferred_element_type=x.dtype) for pair in pairs]
+    return functools.reduce(jnp.add, reversed(terms))  # small ones first
 
 
 def _largest(x: Float[Array, "batch blocks entry"]) -> Float[Array, " batch"]:

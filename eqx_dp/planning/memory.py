@@ -87,6 +87,7 @@ class MemoryPlan(NamedTuple):
         microbatch_size: examples at once on a device.
         num_examples: the batch, of all devices.
         num_devices: the number of devices.
+        program: the compiled step, as JAX returns it, which is not to be run; None likewise.
     """
 
     parts: DeviceBytes
@@ -95,6 +96,7 @@ class MemoryPlan(NamedTuple):
     microbatch_size: int
     num_examples: int
     num_devices: int
+    program: Any = None
 
     @property
     def total(self) -> int:
@@ -132,8 +134,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Computes how many bytes a device needs for a private training step, before it runs.
 
-    Nothing is allocated and nothing is run. The whole step (clipped gradient, noise, update, model
-    and optimizer state donated) is traced on shapes; with `compiled` it is compiled for the mesh.
+    Nothing is allocated and nothing is run. The devices of the mesh need not be here: the guide to
+    devices plans for GPUs and TPUs on any machine. The whole step (clipped gradient, noise, update,
+    model and optimizer state donated) is traced on shapes; with `compiled` it is compiled for the
+    mesh.
 
     `compiled` is what the compiler allocates: rely on this figure. `parts` follow from shapes, and
     show what the bytes are for. The compiler reuses memory between the parts and adds workspace, so
@@ -178,13 +182,15 @@ def plan_memory(
     def planned(size: int | None) -> MemoryPlan:
         its = variant(method=method, microbatch_size=size)
         step = planned_step(its, model, batch, optimizer, key)
+        program = step.compile() if compiled else None
         return MemoryPlan(
             _device_bytes(step),
-            read_compiled(step.compile()) if compiled else None,
+            read_compiled(program),
             step.call.choice.method,
             step.call.at_once,
             step.call.examples.num_examples,
             1 if rules is None else rules.mesh.size,
+            program,
         )
 
     if limit is None:
@@ -210,7 +216,7 @@ def _noise_and_descent(grad_fn: ClippedGrad[Any]) -> optax.GradientTransformatio
 
 def read_compiled(program: Any) -> CompiledBytes | None:
     """A compiled program's figures of its memory; None if it has none."""
-    memory = program.memory_analysis()
+    memory = None if program is None else program.memory_analysis()
     if memory is None:
         return None
     return CompiledBytes(

@@ -8,6 +8,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend.core.primitives import conv_general_dilated_p
 
+from ..device import is_cpu
 from ..programs import inlined, rewritten
 
 
@@ -28,7 +29,7 @@ def channels_last(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     Returns:
         A program of the same inputs and results.
     """
-    return rewritten(program, _moved) if jax.default_backend() == "cpu" else program
+    return rewritten(program, _moved) if is_cpu() else program
 
 
 def _moved(equation: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn] | None:

@@ -9,6 +9,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.extend.core.primitives import dot_general_p
 
+from ..device import is_cpu
 from ..programs import inlined, rewritten
 
 _THIN = 3
@@ -23,7 +24,7 @@ def safe_in_conditionals(program: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     are clamped between the infinities. That keeps normal numbers, infinities and NaN as they are
     (smaller numbers may become zero, as in any arithmetic there).
     """
-    is_sound = jax.__version_info__ >= (0, 11) or jax.default_backend() != "cpu"
+    is_sound = jax.__version_info__ >= (0, 11) or not is_cpu()
     return program if is_sound else rewritten(program, _clamped)
 
 

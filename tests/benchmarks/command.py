@@ -52,6 +52,7 @@ TITLES = {
     "sharding": "A loss that constrains shardings",
     "fully_sharded": "Parameters spread over devices",
     "large_gpt": "GPTs of 300M and 1B parameters",
+    "compiled": "Programs of GPUs and TPUs",
     "checks": "The check of privacy, attacked",
     "mutants": "Mutants of the code, and the tests",
 }

@@ -8,7 +8,7 @@ last place, multiplies in narrow formats, and adds in any order. Errors are as l
 | addition, multiplication | rounded to nearest |
 | division, square root | rounded to nearest, and then moved by 2 units, all one way |
 | a sum of n terms | the exact one, off by n - 1 roundings of all terms' absolute values |
-| a contraction of n products | likewise, by n errors of a product |
+| a contraction of n products | likewise, by n errors of a product; of bfloat16, by 4 n roundings |
 
 Which way sums are off is drawn for each entry of each equation: an equation that runs twice gives
 the same twice, as one kernel does, and another equation, which is compiled apart, something else.
@@ -25,7 +25,8 @@ from jax import lax
 
 from eqx_dp.programs import Call, Cond, Scan, While, inside, literal_value
 
-U = 2.0**-24
+U, BFLOAT16 = 2.0**-24, np.dtype(jax.numpy.bfloat16)
+_SUMMED = (np.dtype("float32"), BFLOAT16)
 _UFUNCS = {
     "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "eq": np.equal,
     "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite, "le": np.less_equal,
@@ -118,10 +119,12 @@ class Machine:
         if name == "reduce_sum" and is_float:
             terms = np.prod([values[0].shape[axis] for axis in params["axes"]])
             return [self._summed(equation, values, (max(terms, 1) - 1) * U)]
-        if name == "dot_general" and is_float:
+        if name == "dot_general" and (is_float or values[0].dtype == BFLOAT16):
             (contracted, _), _ = params["dimension_numbers"]
             terms = np.prod([values[0].shape[axis] for axis in contracted])
-            return [self._summed(equation, values, terms * self.product)]
+            error = terms * (self.product if is_float else 4 * U)
+            result = self._summed(equation, values, error)
+            return [result.astype(equation.outvars[0].aval.dtype)]
         if name == "scatter-add" and is_float:
             ones = [np.zeros_like(values[0]), values[1], np.ones_like(values[2])]
             return [self._summed(equation, values, np.maximum(_exactly(equation, ones), 0) * U)]
@@ -153,7 +156,7 @@ class Machine:
     def _summed(self, equation: jex_core.JaxprEqn, values: list[Any], error: Any) -> Any:
         """A sum that is off by a part of the sum of absolute values."""
         exact = _exactly(equation, values)
-        sizes = _exactly(equation, [np.abs(x) if x.dtype == np.float32 else x for x in values])
+        sizes = _exactly(equation, [np.abs(x) if x.dtype in _SUMMED else x for x in values])
         # An equation is known by itself, which has to be held for its address to be its own.
         place, _ = self._places.setdefault(self._path, (len(self._places), equation))
         is_atomic = self.wanders and equation.primitive is lax.scatter_add_p
@@ -169,7 +172,7 @@ class Machine:
 
 def _exactly(equation: jex_core.JaxprEqn, values: list[Any]) -> Any:
     """The result of a linear equation in float64."""
-    wide = [np.float64(x) if x.dtype == np.float32 else x for x in values]
+    wide = [np.float64(x) if x.dtype in _SUMMED else x for x in values]
     with jax.enable_x64(True):
         if equation.primitive is lax.dot_general_p:
             numbers = equation.params["dimension_numbers"]

@@ -1,0 +1,190 @@
+"""The programs that GPUs and TPUs get, from their own compilers; nothing runs.
+
+**Modelled from the compiled program, not measured.** Clipped gradients under `mixed_bfloat16`, one
+device or a mesh with examples spread over it, compiled by XLA for an H100 (without autotuning,
+which needs one) or a TPU. Read from the optimized program: temporary memory of a device, the share
+of FLOPs of contractions and convolutions whose operands have 16 or 8 bits, conditionals and loops
+of unknown length (the host of a GPU waits at each), callbacks, and the seconds that the data sheet
+allows (`examples/roofline.py`): products overlap memory, starts of kernels and waits come on top,
+without CUDA graphs. `compile` is this machine's time. Noise is compiled by itself: temporary memory
+for an entry of one leaf.
+
+Needs the extra `compilers`, and `JAX_PLATFORMS=cpu`.
+"""
+
+import argparse
+import functools
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqx_dp as dp
+from eqx_dp.planning.chips import chip_of, devices_of
+
+from .command import Part
+from .contenders import CLIP_NORM, JAX_PRIVACY, NON_PRIVATE, non_private, of_jax_privacy
+from .page import MIB, Table
+from .rows import ROWS, Row, tiny
+
+ON = ("h100:1", "h100:8", "tpu:v5e:4x4")
+OURS = ("ghost", "book_keeping", "per_example")
+CONTENDERS = (NON_PRIVATE, *OURS, f"{JAX_PRIVACY} 1", f"{JAX_PRIVACY} 8")
+LEAVES = ((4096, 4096), (70_000, 70_000))
+_POLICY = "mixed_bfloat16"
+
+
+@functools.cache
+def example() -> Any:
+    """The module `examples/roofline.py`."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    return importlib.import_module("roofline")
+
+
+class Compiled(NamedTuple):
+    """A program, the bytes that it needs beside its arguments, and how long its compiler took.
+
+    `turns` are those of each loop whose length follows from the data.
+    """
+
+    text: str
+    temporary: int
+    seconds: float
+    turns: int = 1
+
+    @property
+    def costs(self) -> Any:
+        return example().costs_of(self.text, self.turns)
+
+
+def mesh_of(name: str, axis_type: AxisType = AxisType.Auto) -> Mesh:
+    """All devices along `data`."""
+    return Mesh(np.array(devices_of(name)), ("data",), axis_types=(axis_type,))
+
+
+def on_mesh(mesh: Mesh, tree: Any, spec: P | None = None) -> Any:
+    """Shapes of arrays, placed on a mesh."""
+    where = NamedSharding(mesh, spec or P())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> Compiled:
+    jax.clear_caches()
+    lowered, start = jax.jit(function).trace(*args).lower(), time.perf_counter()
+    program = lowered.compile()
+    taken = time.perf_counter() - start
+    return Compiled(program.as_text(), program.memory_analysis().temp_size_in_bytes, taken)
+
+
+def gradient(
+    name: str, row: Row, mesh: Mesh, policy: str = _POLICY, microbatch_size: int | None = None
+) -> Compiled:
+    """The clipped gradient of one contender, compiled for a mesh."""
+    params, frozen, static = row.split()
+    rules = dp.ShardingRules(mesh, examples=("data",))
+    batch = on_mesh(mesh, row.batch, rules.example_spec)
+    arguments = (on_mesh(mesh, params), on_mesh(mesh, frozen), *batch)
+    if name in OURS:
+        clipped = dp.filter_clipped_grad(
+            row.loss,
+            l2_clip_norm=CLIP_NORM,
+            policy=dp.load_policy(policy),
+            method=name,
+            sharding=rules,
+            filter_spec=row.filter_spec,
+            microbatch_size=microbatch_size,
+        )
+        with jax.set_mesh(mesh):
+            return compiled(lambda p, f, *its: clipped(eqx.combine(p, f, static), *its), *arguments)
+    narrow = row._replace(loss=lambda *its: row.loss(*map(_narrow, its)).astype(jnp.float32))
+    if name == NON_PRIVATE:
+        return compiled(non_private(narrow, None), *arguments)
+    size = int(name.removeprefix(JAX_PRIVACY))
+    found = compiled(of_jax_privacy(narrow, size), *arguments)
+    return found._replace(turns=row.batch_size // size)
+
+
+def _narrow(tree: Any) -> Any:
+    def cast(x: Any) -> Any:
+        return x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
+
+    return jax.tree.map(cast, tree)
+
+
+def noise(shape: tuple[int, ...], mesh: Mesh) -> Compiled:
+    """Noise on one leaf that every device holds."""
+    stream = dp.noise_stream(2**127)
+    sums = jax.ShapeDtypeStruct(shape, jnp.float32)
+    both = on_mesh(mesh, (sums, stream))
+    return compiled(lambda x, stream: dp.add_noise(x, stream, 1.0), *both)
+
+
+def line(name: str, found: Compiled, ordinary: Compiled, on: str) -> dict[str, str]:
+    chip, costs = chip_of(devices_of(on)[0]), found.costs
+    seconds = [sum(its.seconds(chip).values()) for its in (costs, ordinary.costs)]
+    return {
+        "on": on,
+        "gradient": name,
+        "temporary, MiB": f"{found.temporary / MIB:.1f}",
+        "/ non-private": _ratio(found.temporary, ordinary.temporary),
+        "GFLOP of products": f"{costs.flops.total() / 1e9:.2f}",
+        "in 16 or 8 bits": f"{100 * costs.narrow_share:.1f} %",
+        "kernels": f"{costs.kernels:.0f}",
+        "waits": f"{costs.waits:.0f}",
+        "callbacks": f"{costs.callbacks:.0f}",
+        "modelled, us": f"{1e6 * seconds[0]:.0f}",
+        "x non-private": f"{seconds[0] / seconds[1]:.2f}",
+        "compile, s": f"{found.seconds:.0f}",
+    }
+
+
+def _ratio(size: int, other: int) -> str:
+    return f"{size / other:.2f}" if other > MIB else "-"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which rows, and for which devices."""
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=["mlp", "gpt"], help="models")
+    parser.add_argument("--on", nargs="+", default=ON, help="h100:8, tpu:v5e:4x4 and the like")
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    """A table a model, then noise."""
+    for row in options.rows:
+        made = ROWS[row](**(tiny(ROWS[row]) | {"batch": 16} if options.tiny else {}))
+        lines: list[dict[str, str]] = []
+        for on in options.on:
+            mesh = mesh_of(on)
+            ordinary = gradient(NON_PRIVATE, made, mesh)
+            for name in CONTENDERS[: 3 if options.short else None]:
+                if name.endswith("8") and made.batch_size % 8:
+                    continue
+                found = ordinary if name == NON_PRIVATE else gradient(name, made, mesh)
+                lines.append(line(name, found, ordinary, on))
+                print("  ".join(lines[-1].values()), flush=True)
+        yield Table(made.title, lines)
+    lines = []
+    for on in [on for on in options.on if on.startswith("h100") or not options.short][:1]:
+        for shape in LEAVES:
+            found, entries = noise(shape, mesh_of(on)), shape[0] * shape[1]
+            lines.append(
+                {
+                    "on": on,
+                    "leaf": " x ".join(map(str, shape)),
+                    "temporary, bytes an entry": f"{found.temporary / entries:.1f}",
+                    "compile, s": f"{found.seconds:.0f}",
+                }
+            )
+    yield Table("Noise on one leaf", lines)
+
+
+PART = Part(__doc__, tables, add_options, rounds=(1, 1))

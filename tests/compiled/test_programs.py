@@ -1,0 +1,48 @@
+"""Programs of GPUs and TPUs, from their own compilers (extra `compilers`); nothing runs."""
+
+import jax.numpy as jnp
+import pytest
+
+import eqx_dp as dp
+from eqx_dp.device import made_for
+from eqx_dp.gradients.leaves import computed_once
+from tests.benchmarks.compiled import OURS, compiled, gradient, mesh_of, on_mesh
+from tests.benchmarks.rows import gpt, mlp
+
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
+ROWS = {
+    "mlp": mlp(batch=16, inputs=64, width=64, depth=1),
+    "gpt": gpt(batch=8, length=64, width=128, depth=1, vocabulary=256),
+}
+
+
+@pytest.fixture(scope="module", params=["h100:2", "tpu:v5e:2x2"])
+def mesh(request):
+    try:
+        return mesh_of(request.param)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("method", OURS)
+@pytest.mark.parametrize("row", ROWS)
+def test_products_are_narrow_and_no_host_waits(mesh, row, method):
+    found = gradient(method, ROWS[row], mesh)
+    assert found.costs.narrow_share >= 0.95
+    assert found.costs.waits == found.costs.callbacks == 0
+    assert "f64[" not in found.text
+
+
+def test_the_measured_array_is_the_added_one(mesh):
+    """The equation that makes it, known by its constant, is in the program once."""
+
+    def measured_and_added(x, y):
+        made = computed_once(lambda its: its[0] * 3.25 + its[1], (x, y), x)
+        factors = 1 / jnp.sqrt(jnp.sum(made**2, axis=1, keepdims=True))
+        return jnp.sum(made * factors, axis=0)
+
+    with made_for(dp.ShardingRules(mesh)):
+        x = on_mesh(mesh, jnp.zeros((4096, 1024)))
+        text = compiled(measured_and_added, x, x).text
+    assert text.count("constant(3.25)") == 1
+    assert " conditional(" not in text

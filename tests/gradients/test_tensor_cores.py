@@ -1,0 +1,118 @@
+"""Products of bfloat16 parts: the assumption on tensor cores, and the bounds that rest on it.
+
+The engine's own formulas are imported, as in `test_arithmetic`.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from eqx_dp import device
+from eqx_dp.gradients.gram import OuterProducts, gram_norms, one_term, sum_of_products
+from eqx_dp.gradients.norms import SPLIT, in_parts
+from tests.gradients.arithmetic import Machine, U
+from tests.gradients.test_arithmetic import hostile_products
+
+pytestmark = pytest.mark.optimized
+
+
+def of_tensor_core(products, at_once):
+    """A sum as tensor cores add: aligned to the largest term and cut at 24 bits, then cut again."""
+    total = np.zeros(products.shape[1:])
+
+    def cut(x, largest):
+        ulp = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(largest), 1e-300))) - 23)
+        return np.trunc(x / ulp) * ulp
+
+    for start in range(0, len(products), at_once):
+        terms = np.concatenate([total[None], products[start : start + at_once]])
+        total = np.sum(cut(terms, np.abs(terms).max(axis=0)), axis=0)
+        total = cut(total, total)
+    return total
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 16, 32])
+@pytest.mark.parametrize("kind", ["random", "one sign", "falling", "cancelling"])
+def test_four_roundings_a_product_cover_a_tensor_core(kind, at_once):
+    rng = np.random.default_rng(0)
+    x, y = (np.float64(jnp.bfloat16(1) * rng.normal(size=(512, 200)).astype(jnp.bfloat16))
+            for _ in range(2))  # fmt: skip
+    products = x * y
+    match kind:
+        case "one sign":
+            products = np.abs(products) + 2.0**-9
+        case "falling":  # each smaller one is cut off beside the first
+            products = 2.0 ** -(np.arange(512)[:, None] / 20) * (1 + np.abs(products))
+        case "cancelling":
+            products = np.concatenate([products, -products[::-1]])
+    off = np.abs(of_tensor_core(products, at_once) - products.sum(axis=0))
+    assert (off <= 4 * len(products) * U * np.abs(products).sum(axis=0)).all()
+
+
+def test_parts_add_up():
+    numbers = np.random.default_rng(0).normal(size=10_000) * 10.0 ** np.arange(-20, 30).repeat(200)
+    x = jnp.asarray(numbers, jnp.float32)
+    split = jax.jit(lambda x: sum(part.astype(jnp.float32) for part in reversed(in_parts(x, 2))))
+    assert (np.abs(np.float64(split(x)) - np.float64(x)) <= SPLIT * np.abs(np.float64(x))).all()
+    half = jnp.asarray(np.random.default_rng(1).normal(size=1000), jnp.float16)
+    assert jnp.array_equal(split(half.astype(jnp.float32)), half.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("kind", ["random", "cancelling", "equal"])
+@pytest.mark.parametrize(("dtype", "parts"), [(jnp.bfloat16, 1), (jnp.float16, 2)])
+@pytest.mark.parametrize("time", [1, 9])
+def test_bounds_of_sums_of_parts(kind, dtype, parts, time):
+    x, g = (y.astype(dtype).astype(np.float32) for y in hostile_products(kind, time))
+    factor = np.full((1, 1), 1 / 3, np.float32)
+    for seed, up in itertools.product(range(2), (True, False)):
+        machine = Machine(up, seed=seed)
+        with device._made_for("gpu"):
+            if time == 1:
+                _, bounds, x_added, scale = machine(lambda x, g: one_term(x, g, parts), x, g)
+            else:
+                _, bounds = machine(lambda x, g: gram_norms([OuterProducts(x, g)], parts), x, g)
+                x_added, scale = x, np.ones((len(x), 1), np.float32)
+            for i in range(len(x)):
+                added = machine(
+                    lambda x, g, by: sum_of_products(x, g, by, jnp.ones(1, bool), parts),
+                    np.asarray(x_added)[i : i + 1], g[i : i + 1], factor * np.asarray(scale)[i],
+                )  # fmt: skip
+                most = np.float64(factor[0, 0]) * float(bounds[i]) * (1 + U)
+                assert np.linalg.norm(np.float64(added)) <= most
+
+
+@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
+def test_one_example_adds_at_most_the_clip_norm(method):
+    """Under a policy of 16 bits, as a GPU computes it."""
+    x, g = (side[:, 0] for side in hostile_products("cancelling", time=8, examples=4))
+    grad_fn = dp.filter_clipped_grad(
+        lambda w, x, g: jnp.sum((x @ w.T) * g), l2_clip_norm=1e-6, method=method,
+        policy=dp.load_policy("mixed_bfloat16"),
+    )  # fmt: skip
+    with device._made_for("gpu"):
+        program = jax.make_jaxpr(lambda x, g: grad_fn(jnp.ones((4, 6)), x, g))(x[:1], g[:1])
+    names = [e.primitive.name for e in dp.programs.equations(program)]
+    assert "cond" not in names
+    norms = [
+        np.linalg.norm(np.float64(Machine(seed=seed).run(program, [x[i : i + 1], g[i : i + 1]])[0]))
+        for seed in range(2)
+        for i in range(len(x))
+    ]
+    assert 0 < max(norms) <= 1e-6
+
+
+def test_parts_are_as_declared():
+    """`check_precision` sees sums in float32, and no violation."""
+    grad_fn = dp.filter_clipped_grad(
+        lambda w, x: jnp.sum((x @ w.T) ** 2), l2_clip_norm=1.0, method="book_keeping",
+        policy=dp.load_policy("mixed_bfloat16"),
+    )  # fmt: skip
+    with device._made_for("gpu"):
+        report = dp.check_precision(
+            lambda w, x: grad_fn(w, x), jnp.ones((4, 6)), jnp.ones((3, 5, 6)), policy=grad_fn.policy
+        )
+    assert not report.violations
