@@ -33,8 +33,8 @@ def test_a_dtype_that_contradicts_the_policy_names_the_rule_that_settles_it():
     with pytest.raises(TypeCheckError) as caught:
         jitted.grad(loss, l2_clip_norm=1.0, policy=dp.parse_policy(policy))(MODEL, X, Y)
     message = "\n".join([str(caught.value), *caught.value.__notes__])
-    for part in ("bf16[4]", "Float32", "computes in bfloat16", "module:Head=float32"):
+    for part in ("bf16[4]", "Float32", "computes in bfloat16", "module:head=float32"):
         assert part in message
-    settled = dp.parse_policy(f"{policy},module:Head=float32")
+    settled = dp.parse_policy(f"{policy},module:head=float32")
     grads = jitted.grad(loss, l2_clip_norm=1.0, policy=settled)(MODEL, X, Y)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
