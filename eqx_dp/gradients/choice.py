@@ -88,26 +88,26 @@ class LeafCost(NamedTuple):
 
 
 def leaf_costs(
-    found: Uses, sizes: list[int], is_spread: list[bool], method: str
+    uses: Uses, sizes: list[int], is_spread: list[bool], method: str
 ) -> tuple[Uses, list[LeafCost]]:
     """The uses of the factored leaves, and how a method treats every leaf: by shapes and platform.
 
     Args:
-        found: all uses.
+        uses: of all leaves.
         sizes: entries of every leaf.
         is_spread: whether a device holds a part of it over example axes.
         method: the method.
     """
     leaves = range(len(sizes))
-    costs = [_leaf_cost(found, leaf, sizes[leaf], is_spread[leaf], method) for leaf in leaves]
+    costs = [_leaf_cost(uses, leaf, sizes[leaf], is_spread[leaf], method) for leaf in leaves]
     formed = {leaf: cost.reason for leaf, cost in enumerate(costs) if cost.way == "formed"}
-    return found.forming(formed), costs
+    return uses.forming(formed), costs
 
 
-def _leaf_cost(found: Uses, leaf: int, size: int, is_spread: bool, method: str) -> LeafCost:
-    uses = tuple(found.of[leaf].values())
+def _leaf_cost(of_all: Uses, leaf: int, size: int, is_spread: bool, method: str) -> LeafCost:
+    uses = tuple(of_all.of[leaf].values())
     kinds = tuple(use.name for use in uses)
-    formed = LeafCost(kinds, "formed", 2 * size, 2 * size, 4 * size, found.formed.get(leaf, ""))
+    formed = LeafCost(kinds, "formed", 2 * size, 2 * size, 4 * size, of_all.formed.get(leaf, ""))
     if formed.reason:
         return formed
     if not uses:
@@ -155,14 +155,14 @@ def _outer_products(use: ParamUse) -> int:
 
 def _inner_products(uses: tuple[ParamUse, ...], members: tuple[Member, ...]) -> int:
     """Floating-point operations for the inner products of all terms of uses that overlap."""
-    together = [uses[member.use] for member in members]
-    terms = sum(use.terms for use in together)
+    overlapping = [uses[member.use] for member in members]
+    terms = sum(use.terms for use in overlapping)
     if terms == 1:
         return 0
-    groups, _, _ = together[0].matrices
+    groups, _, _ = overlapping[0].matrices
     # Rows of a lookup are compared, or picked from the other side, which costs almost nothing.
-    of_data = 0 if any(use.kind.is_one_hot for use in together) else together[0].lengths[0]
-    return 2 * groups * terms**2 * (of_data + together[0].lengths[1]) // 2
+    of_data = 0 if any(use.kind.is_one_hot for use in overlapping) else overlapping[0].lengths[0]
+    return 2 * groups * terms**2 * (of_data + overlapping[0].lengths[1]) // 2
 
 
 # What a microbatch holds on a CPU beyond so many bytes is written to memory and read again: so many

@@ -144,9 +144,9 @@ def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
 
 
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
-    found = overlaps(form.uses)
-    assert found is not None
-    return found
+    sets = overlaps(form.uses)
+    assert sets is not None
+    return sets
 
 
 def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> tuple[Any, Any, Any]:
