@@ -43,11 +43,9 @@ from tests.checks.privacy_steps import (
     dropout_loss,
     each,
     epoch_by,
-    first_state,
     keeping,
     made,
     minus,
-    mlp,
     noise_alone,
     noised_by,
     over_devices,
@@ -788,27 +786,6 @@ def microbatches_with_other_weights(at):
     return at.noised(lax.scan(turn, (zero_sums(), at.more[0]), parts)[0][0])
 
 
-def one_loss_key_in_all_turns():
-    """A scan over batches carries the counter of the loss's key, and counts behind the loop."""
-    params, static = eqx.partition(mlp(), eqx.is_inexact_array)
-
-    def epoch(params, state, key, *batches):
-        def turn(carry, batch):
-            params, stream, step = carry
-            at = At(eqx.combine(params, static), None, *batch, noise=Noise(stream))
-            loss_key = jax.random.fold_in(key, step)
-            noisy = at.noised(at.sum(dropout_loss, key=loss_key))
-            return (added(params, scaled(-0.1, noisy)), at.noise.state, step), None
-
-        start = params, state.stream, state.step
-        (params, stream, step), _ = lax.scan(turn, start, batches)
-        return params, state._replace(stream=stream, step=step + 1), key
-
-    stacked = [jnp.stack([leaf] * 3) for leaf in data()]
-    state, batch = first_state(params), (ROOT, *stacked)
-    return by_hand(epoch, model=params, state=state, batch=batch, private=(3, 4, 5))
-
-
 def models_with_one_stream():
     """Two models are mapped over, and their streams are copies of one."""
     case = ensemble()
@@ -824,7 +801,6 @@ ROUND_EACH = {
     "microbatches_with_other_weights": lambda: step_of(
         microbatches_with_other_weights, batch=(*data(), ROOT)
     ),
-    "one_loss_key_in_all_turns": one_loss_key_in_all_turns,
     "models_with_one_stream": models_with_one_stream,
     "rows_of_a_user": rows_of_a_user,
     "size_as_a_number": lambda: of_a_batch(
