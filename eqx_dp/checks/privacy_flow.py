@@ -155,7 +155,8 @@ class PrivacyFlow(Flow[Fact]):
         is_counter = isinstance(token, Given) and not fact.places
         if not isinstance(token, Key) and not is_counter:
             token = ("total", loop, i) if fact.is_public else None
-        turns = fact.turns if isinstance(token, Key) else fact.turns | {loop}
+        is_same = isinstance(token, Key | Given)  # until it is found to change
+        turns = fact.turns if is_same else fact.turns | {loop}
         return Fact(reached([fact], _LOOP, context.line), fact.places, turns, token=token)
 
     def widened(self, context: Context, start: Fact, end: Fact) -> Fact:
@@ -170,6 +171,8 @@ class PrivacyFlow(Flow[Fact]):
             token = start.token if is_up else None
         both = (start, end) if token else [self._read(fact, context.line) for fact in (start, end)]
         found = either([fact._replace(token=token) for fact in both], context.line)
+        if start.token != end.token:
+            found = found._replace(turns=found.turns | {context.loops[-1].path})
         if end.sum is not None:
             found = found._replace(reach=reached([end], _LOOP, context.line))
         is_still = _is_total(start) and found.is_public

@@ -774,6 +774,18 @@ def last_microbatch_alone(at):
     return at.noised(lax.scan(turn, (zero_sums(), zero_sums()), parts)[0][0])
 
 
+def microbatches_with_other_weights(at):
+    """A key that the loop carries gives each microbatch another weight."""
+    parts = leafwise(lambda a: a.reshape(4, 2, *a.shape[1:]), (at.x, at.y, at.mask))
+
+    def turn(carry, part):
+        key, own = split(carry[1])
+        weighted = At(at.model, at.state, *part).times(jnp.full(2, uniform(own)))
+        return (added(carry[0], weighted.sum()), key), None
+
+    return at.noised(lax.scan(turn, (zero_sums(), at.more[0]), parts)[0][0])
+
+
 def models_with_one_stream():
     """Two models are mapped over, and their streams are copies of one."""
     case = ensemble()
@@ -786,6 +798,9 @@ ROUND_STEPS = {
 }
 ROUND_EACH = {
     "last_microbatch_alone": lambda: step_of(last_microbatch_alone),
+    "microbatches_with_other_weights": lambda: step_of(
+        microbatches_with_other_weights, batch=(*data(), ROOT)
+    ),
     "models_with_one_stream": models_with_one_stream,
     "rows_of_a_user": rows_of_a_user,
     "size_as_a_number": lambda: of_a_batch(
