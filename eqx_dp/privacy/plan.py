@@ -38,14 +38,12 @@ class PrivacyPlan(AccountedPlan):
     | `CyclicPoisson` | independent, `Banded` | privacy loss distributions |
     | `RandomAllocation` | independent | the distribution of a cycle (arXiv 2602.17284), composed |
     | `BallsInBins` | independent | the same, of one cycle of less noise |
-    | `BallsInBins` | `Banded` | Monte Carlo, or a distribution if it is less; a run has one start |
-    | `MinSeparation` | independent, `Banded` | Monte Carlo; a run has one start |
-    | `FixedSize`, `REPLACE_ONE` | independent | Renyi divergences |
+    | `BallsInBins` | `Banded` | two distributions that cost more; a run has one start |
+    | `FixedSize`, `REPLACE_ONE` | independent | the amplified Gaussian mechanism, composed |
 
     Privacy loss distributions are those of dp_accounting (Koskela et al. 2020; Doroshenko et al.
     2022), rounded so that epsilon is never too small. float64 may round the other way, by at most
-    2^-51 of delta a step; that much is subtracted from delta first. An epsilon by Monte Carlo
-    holds with confidence 1 - 1e-6 over the draws of the accounting (`accounting_confidence`).
+    2^-51 of delta a step; that much is subtracted from delta first.
 
     **Noise multiplier** is standard deviation / sensitivity. The sensitivity is `l2_norm_bound`
     of the gradients where an example is added, removed or zeroed out, and twice that where it is

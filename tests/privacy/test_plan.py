@@ -149,6 +149,25 @@ def test_delta_that_float64_cannot_tell_from_zero_is_refused(delta):
         dataclasses.replace(PLAN, delta=delta)
 
 
+# At delta 1e-5, by moments and Renyi divergences: Abadi et al. 2016 (arXiv 1607.00133, section 5),
+# and the tutorial of TensorFlow Privacy (60,000 examples, batches of 256).
+PUBLISHED = [
+    (0.01, 10_000, 4.0, 1.26),
+    (256 / 60_000, 14_063, 1.12, 2.92),
+    (256 / 60_000, 7_032, 0.6, 9.74),
+    (256 / 60_000, 2_344, 1.2, 1.20),
+]
+
+
+@pytest.mark.parametrize(("sampling_prob", "steps", "noise", "published"), PUBLISHED)
+def test_published_figures_are_those_of_the_event(sampling_prob, steps, noise, published):
+    plan, accountant = PrivacyPlan(sampling_prob, steps, noise, 1e-5), RdpAccountant()
+    divergences = accountant.compose(plan.event())._rdp
+    found = divergences + math.log(1e5) / (np.array(accountant._orders) - 1)
+    assert np.min(found) == pytest.approx(published, rel=0.01)
+    assert 0.6 * published < plan.epsilon() < published
+
+
 # A delta that protects no one.
 
 

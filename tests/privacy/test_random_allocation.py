@@ -1,11 +1,13 @@
-"""Random allocation against integrals over tiny cycles, and against samples of whole runs."""
+"""Random allocation and bins against integrals over tiny cycles, and against samples of runs."""
 
 import itertools
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
-from scipy import special, stats
+from dp_accounting.rdp import RdpAccountant
+from scipy import optimize, special, stats
 
 import eqx_dp as dp
 from eqx_dp.privacy import random_allocation
@@ -130,3 +132,108 @@ def test_a_plan_of_bins_is_calibrated(kind):
     plan = dp.PrivacyPlan.calibrate(epsilon=2.0, delta=1e-10, steps=400, sampling=kind)
     assert 1.998 < plan.epsilon() <= 2.0
     assert dp.PrivacyPlan.from_json(plan.to_json()) == plan
+
+
+# Bins with correlated noise.
+
+
+def modes_of(column, cycle, steps):
+    """What an example of each bin moves: a row for each."""
+    strategy = sum(np.eye(steps, k=-i) * entry for i, entry in enumerate(column[:steps]))
+    return np.stack([strategy @ (np.arange(steps) % cycle == i) for i in range(cycle)])
+
+
+def in_the_plane(modes, noise, delta):
+    """Epsilon of two modes, as likely: an integral over the plane that they span."""
+    x, step = np.linspace(-9, 9, 901, retstep=True)
+    weight = np.outer(stats.norm.pdf(x), stats.norm.pdf(x)) * step**2
+    plane = np.linalg.qr(modes.T)[1].T / noise
+    points = np.stack(np.meshgrid(x, x, indexing="ij"), -1)
+
+    def loss(y):
+        return np.log(np.mean([np.exp(y @ m - m @ m / 2) for m in plane], axis=0))
+
+    removed, added = [loss(points + m) for m in plane], [-loss(points)]
+
+    def excess(epsilon, losses):
+        gains = [np.sum(weight * -np.expm1(np.minimum(epsilon - x, 0))) for x in losses]
+        return np.mean(gains) - delta
+
+    return max(optimize.brentq(excess, 0, 60, (losses,)) for losses in (removed, added))
+
+
+@pytest.mark.parametrize(
+    ("column", "steps", "noise", "delta"),
+    [((1.0,), 2, 0.6, 5e-4), ((1.0,), 6, 2.0, 1e-3), ((1.0, 0.5), 3, 1.0, 5e-4)],
+)
+def test_two_bins_by_an_integral(column, steps, noise, delta):
+    truth = in_the_plane(modes_of(column, 2, steps), noise, delta)
+    options = {"sampling": BINS(2), "noise": dp.Banded(strategy=column)}
+    found = dp.PrivacyPlan(None, steps, noise, delta, **options).epsilon()
+    assert 1 <= found / truth < (1.005 if len(column) == 1 else 1.2)
+
+
+CORRELATED = [
+    (dp.Banded(strategy=(1.0, 0.5, 0.3)), 9, 40, 3.0, 0.01),
+    (dp.Banded.bisr(3), 8, 8, 1.0, 1e-5),
+    (dp.Banded(strategy=(1.0, 0.5)), 32, 64, 1.2, 1e-10),
+]
+
+
+@pytest.mark.parametrize(
+    ("noise", "cycle", "steps", "multiplier", "delta"), curated(CORRELATED, CORRELATED[1:2])
+)
+def test_the_bound_of_bins_with_correlated_noise_is_above_samples(
+    noise, cycle, steps, multiplier, delta
+):
+    """At most 1.6 times the truth, by importance sampling: a mode is moved by a factor."""
+    plan = dp.PrivacyPlan(None, steps, multiplier, delta, sampling=BINS(cycle), noise=noise)
+    modes = modes_of(plan.mechanism().column(), cycle, steps) / multiplier
+    gram, count, random = modes @ modes.T, 100_000, np.random.default_rng(0)
+    values, vectors = np.linalg.eigh(gram)
+    dots = random.normal(size=(count, cycle)) * np.sqrt(np.maximum(values, 0)) @ vectors.T
+    factors = np.array([1.0, 1.5, 2.0, 3.0])
+    dots += random.choice(factors, count)[:, None] * gram[random.integers(cycle, size=count)]
+
+    def density(factor):
+        return special.logsumexp(factor * dots - factor**2 * np.diag(gram) / 2, axis=1)
+
+    losses, drawn = density(1.0) - math.log(cycle), [density(factor) for factor in factors]
+    weights = np.exp(losses - special.logsumexp(drawn, axis=0) + math.log(cycle * len(factors)))
+
+    def sampled(epsilon):
+        gains = -np.expm1(np.minimum(epsilon - losses, 0)) * weights
+        return gains.mean(), 4 * gains.std() / math.sqrt(count)
+
+    (mean, error), (least, least_error) = sampled(plan.epsilon()), sampled(plan.epsilon() / 1.6)
+    assert mean - error <= delta < least - least_error
+
+
+# Batches of a fixed size.
+
+
+def test_fixed_size_is_the_amplified_gaussian_and_composes():
+    """One of three examples is drawn: +1 replaces -1 beside two of -1; by integrals."""
+    share, noise, relation = 1 / 3, 1.5, dp.NeighboringRelation.REPLACE_ONE
+    x, step = np.linspace(-9, 10, 3001, retstep=True)
+    here = stats.norm.pdf(x) * (1 - share + share * np.exp((x - 0.5 / noise) / noise))
+    there = stats.norm.pdf(x)
+    plan = dp.PrivacyPlan(None, 2, noise, 1e-3, relation, sampling=dp.sampling.FixedSize(1, 3))
+    for steps, most in ((1, 1.001), (2, 1.15)):
+        found = plan.epsilon(steps)
+        p, q = (y if steps == 1 else np.outer(y, y) for y in (here, there))
+        exact = np.sum(np.maximum(p - math.exp(found) * q, 0)) * step**steps
+        assert exact <= 1e-3 * (1 + 1e-6)
+        assert np.sum(np.maximum(p - math.exp(found / most) * q, 0)) * step**steps > 1e-3
+    assert dp.compose(plan, plan).epsilon() > plan.epsilon() > plan.epsilon(1)
+
+
+@pytest.mark.parametrize(("noise", "steps", "share"), [(1.0, 50, 0.1), (2.0, 1000, 0.01)])
+def test_fixed_size_costs_more_than_poisson_and_less_than_by_renyi_divergences(noise, steps, share):
+    relation, gaussian = dp.NeighboringRelation.REPLACE_ONE, dp_accounting.GaussianDpEvent(noise)
+    kind = dp.sampling.FixedSize(round(1000 * share), 1000)
+    found = dp.PrivacyPlan(None, steps, noise, 1e-5, relation, sampling=kind).epsilon()
+    assert dp.PrivacyPlan(share, steps, noise, 1e-5, relation).epsilon() < found
+    step = dp_accounting.SampledWithoutReplacementDpEvent(1000, kind.batch_size, gaussian)
+    accountant = RdpAccountant(neighboring_relation=relation).compose(step, steps)
+    assert found < accountant.get_epsilon(1e-5)
