@@ -53,6 +53,8 @@ TITLES = {
     "fully_sharded": "Parameters spread over devices",
     "large_gpt": "GPTs of 300M and 1B parameters",
     "checks": "The check of privacy, attacked",
+    "recorded": "Calls into noise, recorded and replayed",
+    "audit": "Runs with canaries, attacked",
     "mutants": "Mutants of the code, and the tests",
 }
 # These need virtual devices.
