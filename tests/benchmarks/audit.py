@@ -53,22 +53,22 @@ class Trained(NamedTuple):
 
 def images(count: int, planted: int) -> Trained:
     """The convolutional network on images of MNIST."""
-    example: Any = _example("mnist_small")
-    pixels, labels, *_ = example.load_images()
+    digits = example("mnist_small")
+    pixels, labels, *_ = digits.load_images()
     rng = np.random.default_rng(0)
     noise = rng.integers(2, size=(planted, 1, 28, 28)).astype(np.float32)
     unlike = noise, rng.integers(10, size=planted).astype(labels.dtype)
-    model = example.Convolutional(jax.random.key(0))
-    return Trained(model, example.loss, (pixels[:count], labels[:count]), unlike)
+    model = digits.Convolutional(jax.random.key(0))
+    return Trained(model, digits.loss, (pixels[:count], labels[:count]), unlike)
 
 
 def text(count: int, planted: int) -> Trained:
     """The GPT on windows of Python's documentation."""
-    example: Any = _example("gpt")
-    windows = example.windows(example.documents_of_topics(), 32)
+    gpt = example("gpt")
+    windows = gpt.windows(gpt.documents_of_topics(), 32)
     unlike = np.random.default_rng(0).integers(32, 127, size=(planted, 32)).astype(windows.dtype)
-    model = example.GPT(32, 48, 2, jax.random.key(0))
-    return Trained(model, example.loss, (windows[:: len(windows) // count][:count],), (unlike,))
+    model = gpt.GPT(32, 48, 2, jax.random.key(0))
+    return Trained(model, gpt.loss, (windows[:: len(windows) // count][:count],), (unlike,))
 
 
 MODELS = {"images, 26,010 parameters": images, "text, 69,600 parameters": text}
@@ -127,7 +127,8 @@ def cells(audit: canaries.CanaryAudit) -> dict[str, str]:
     }
 
 
-def _example(name: str) -> Any:
+def example(name: str) -> Any:
+    """A module of `examples/`."""
     if str(ROOT / "examples") not in sys.path:
         sys.path.insert(0, str(ROOT / "examples"))
     return importlib.import_module(name)

@@ -55,6 +55,7 @@ TITLES = {
     "checks": "The check of privacy, attacked",
     "recorded": "Calls into noise, recorded and replayed",
     "audit": "Runs with canaries, attacked",
+    "attacks": "An image from a gradient, members from a model",
     "mutants": "Mutants of the code, and the tests",
 }
 # These need virtual devices.
