@@ -28,10 +28,11 @@ its bound is usually far below the plan's epsilon. The second is the worst case 
 epsilon covers, so it finds faults. Any other scores of canaries, such as those of a user's own
 attack, are audited in the same way.
 
-**A canary that is out** still has its place in the data set, and its loss is the constant 0 there,
-so that it adds exactly zero. So the number of examples, the expected batch size, and the samples do
-not depend on the coins. With or without a canary, two data sets differ in one example that is
-added, removed or zeroed out; the plan's epsilon holds for that under each of its relations.
+**A canary that is out** still has its place in the data set, and its loss is NaN there, so that it
+adds exactly zero, also to the count of `dp.clipping.Quantile`. So the number of examples, the
+expected batch size, and the samples do not depend on the coins. With or without a canary, two data
+sets differ in one example that is added, removed or zeroed out; the plan's epsilon holds for that
+under each of its relations.
 """
 
 import dataclasses
@@ -130,7 +131,7 @@ class ExampleCanaries(Canaries):
     """Canaries that are examples, made by [`plant`][]."""
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss to train with: on a row of `data`, 0 for canaries that are out.
+        """The loss to train with: on a row of `data`, NaN for canaries that are out.
 
         Args:
             loss: of one example, `loss(model, *example)`, with or without a `key`; without aux.
@@ -138,7 +139,7 @@ class ExampleCanaries(Canaries):
 
         def planted(model: Any, is_there: Any, *example: Any, **named: Any) -> Any:
             value = loss(model, *example, **named)
-            return jnp.where(is_there, value, jnp.zeros_like(value))
+            return jnp.where(is_there, value, jnp.full_like(value, jnp.nan))
 
         return _with_signature(planted, loss, "is_there")
 
@@ -211,7 +212,7 @@ class GradientCanaries(Canaries):
         """The loss to train a `Marked` model with.
 
         On an example it is the given loss; on canary k, which is in, `norm * marks[k]`, whose
-        gradient is a vector with one entry of `norm`; on one that is out, 0.
+        gradient is a vector with one entry of `norm`; on one that is out, NaN.
 
         Args:
             loss: of one example, `loss(model, *example)`, with or without a `key`; without aux. It
@@ -222,7 +223,7 @@ class GradientCanaries(Canaries):
         def planted(marked: Marked, row: Any, *example: Any, **named: Any) -> Any:
             value = loss(marked.model, *example, **named)
             mark = self.norm * marked.marks[jnp.maximum(row, 0)]
-            canary = jnp.where(row >= 0, mark, jnp.zeros_like(mark)).astype(value.dtype)
+            canary = jnp.where(row >= 0, mark, jnp.full_like(mark, jnp.nan)).astype(value.dtype)
             return jnp.where(row == _EXAMPLE, value, canary)
 
         return _with_signature(planted, loss, "row")

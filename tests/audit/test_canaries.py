@@ -80,8 +80,9 @@ def test_a_canary_that_is_out_adds_exactly_zero(plant):
     planted = plant()
     model = CASE.model if plant is planted_images else planted.model(CASE.model)
     out = rows(planted, 30 + np.flatnonzero(~planted.is_in))
-    sums = clipped_sum(planted.loss(mlp_loss), model, out)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(sums))
+    for clip in (1.0, dp.clipping.Quantile()):  # with its count
+        sums = clipped_sum(planted.loss(mlp_loss), model, out, clip)
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(sums))
 
 
 @pytest.mark.parametrize(
