@@ -186,10 +186,9 @@ def parts_of_uses(uses: Sequence[ParamUse], dtype: np.dtype[Any]) -> int:
     """How many bfloat16 numbers add up to any number that the uses meet; 0 if some take more."""
     met: list[Any] = []
     for use in uses:
-        narrow = use.matmul
-        met += [narrow.backward if narrow else use.result.dtype]
+        met += [use.matmul.backward if use.matmul else use.result.dtype]
         if use.kind is not lookup:  # which meets whole numbers
-            met += [narrow.forward if narrow else use.residuals.dtype]
+            met += [use.matmul.forward if use.matmul else use.residuals.dtype]
     return parts_of(met) if dtype == jnp.float32 else 0
 
 
