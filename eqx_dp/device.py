@@ -2,22 +2,19 @@
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 # A part of the key of JAX's caches: one program traced for two platforms is two programs.
 _made_for: Any = jax.make_user_context(None)
 
 
-class _OnMesh(Protocol):
-    @property
-    def mesh(self) -> Mesh: ...
+def made_for(rules: Any) -> AbstractContextManager[Any]:
+    """Within this context programs are made for the devices of some sharding rules' mesh.
 
-
-def made_for(rules: _OnMesh | None) -> AbstractContextManager[Any]:
-    """Within this context programs are made for the devices of a mesh, which need not be here."""
+    They need not be here. Without rules nothing changes.
+    """
     return nullcontext() if rules is None else _made_for(rules.mesh.devices.flat[0].platform)
 
 

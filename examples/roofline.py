@@ -80,9 +80,9 @@ def costs_of(text: str, turns: int = 1) -> Costs:
         elif found := _INSTRUCTION.match(line):
             blocks.setdefault(name, []).append(_Instruction(*found.groups()))
     shapes = {each.name: each.result for block in blocks.values() for each in block}
-    flops, sums = Counter[int](), Counter[str]()
+    flops, sums = Counter[int](), dict.fromkeys(Costs._fields, 0.0)
 
-    def visit(name: str, times: float, is_kernel: bool) -> None:
+    def visit(name: str, times: int, is_kernel: bool) -> None:
         for each in blocks.get(name, ()):
             operation, inputs = each.operation, [shapes.get(x, "") for x in each.operands]
             flops.update({bits: times * n for bits, n in _flops(each, inputs)})
@@ -105,7 +105,7 @@ def costs_of(text: str, turns: int = 1) -> Costs:
                 )
 
     visit(entry, 1, False)
-    return Costs(flops, *(float(sums[name]) for name in Costs._fields[1:]))
+    return Costs(flops, *(sums[name] for name in Costs._fields[1:]))
 
 
 def _sizes(shape: str) -> Iterator[tuple[int, list[int]]]:

@@ -82,4 +82,4 @@ def devices_of(name: str) -> list[Any]:
 
 
 def _h100() -> str:
-    return resources.files(__package__).joinpath("h100.txtpb").read_text(encoding="utf-8")
+    return resources.files("eqx_dp.planning").joinpath("h100.txtpb").read_text(encoding="utf-8")

@@ -10,10 +10,8 @@ from tests.benchmarks.compiled import OURS, compiled, gradient, mesh_of, on_mesh
 from tests.benchmarks.rows import gpt, mlp
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
-ROWS = {
-    "mlp": mlp(batch=16, inputs=64, width=64, depth=1),
-    "gpt": gpt(batch=8, length=64, width=128, depth=1, vocabulary=256),
-}
+SMALL_GPT = gpt(batch=8, length=64, width=128, depth=1, vocabulary=256)
+ROWS = {"mlp": mlp(batch=16, inputs=64, width=64, depth=1), "gpt": SMALL_GPT}
 
 
 @pytest.fixture(scope="module", params=["h100:2", "tpu:v5e:2x2"])

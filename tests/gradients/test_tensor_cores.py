@@ -58,8 +58,8 @@ def test_parts_add_up():
     x = jnp.asarray(numbers, jnp.float32)
     split = jax.jit(lambda x: sum(part.astype(jnp.float32) for part in reversed(in_parts(x, 2))))
     assert (np.abs(np.float64(split(x)) - np.float64(x)) <= SPLIT * np.abs(np.float64(x))).all()
-    half = jnp.asarray(np.random.default_rng(1).normal(size=1000), jnp.float16)
-    assert jnp.array_equal(split(half.astype(jnp.float32)), half.astype(jnp.float32))
+    half = jnp.clip(x, -1, 1).astype(jnp.float16).astype(jnp.float32)
+    assert jnp.array_equal(split(half), half)
 
 
 @pytest.mark.parametrize("kind", ["random", "cancelling", "equal"])
@@ -87,32 +87,20 @@ def test_bounds_of_sums_of_parts(kind, dtype, parts, time):
 
 @pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
 def test_one_example_adds_at_most_the_clip_norm(method):
-    """Under a policy of 16 bits, as a GPU computes it."""
+    """Under a policy of 16 bits, as a GPU computes it; and all sums are as wide as declared."""
     x, g = (side[:, 0] for side in hostile_products("cancelling", time=8, examples=4))
     grad_fn = dp.filter_clipped_grad(
         lambda w, x, g: jnp.sum((x @ w.T) * g), l2_clip_norm=1e-6, method=method,
         policy=dp.load_policy("mixed_bfloat16"),
     )  # fmt: skip
     with device._made_for("gpu"):
-        program = jax.make_jaxpr(lambda x, g: grad_fn(jnp.ones((4, 6)), x, g))(x[:1], g[:1])
-    names = [e.primitive.name for e in dp.programs.equations(program)]
-    assert "cond" not in names
+        call = lambda x, g: grad_fn(jnp.ones((4, 6)), x, g)  # noqa: E731
+        program = jax.make_jaxpr(call)(x[:1], g[:1])
+        assert not dp.check_precision(call, x, g, policy=grad_fn.policy).violations
+    assert "cond" not in [e.primitive.name for e in dp.programs.equations(program)]
     norms = [
         np.linalg.norm(np.float64(Machine(seed=seed).run(program, [x[i : i + 1], g[i : i + 1]])[0]))
         for seed in range(2)
         for i in range(len(x))
     ]
     assert 0 < max(norms) <= 1e-6
-
-
-def test_parts_are_as_declared():
-    """`check_precision` sees sums in float32, and no violation."""
-    grad_fn = dp.filter_clipped_grad(
-        lambda w, x: jnp.sum((x @ w.T) ** 2), l2_clip_norm=1.0, method="book_keeping",
-        policy=dp.load_policy("mixed_bfloat16"),
-    )  # fmt: skip
-    with device._made_for("gpu"):
-        report = dp.check_precision(
-            lambda w, x: grad_fn(w, x), jnp.ones((4, 6)), jnp.ones((3, 5, 6)), policy=grad_fn.policy
-        )
-    assert not report.violations
