@@ -24,7 +24,7 @@ import argparse
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -125,7 +125,8 @@ def plan_of(sampling: Any = None, **options: Any) -> dp.PrivacyPlan:
     relation = dp.NeighboringRelation.REPLACE_ONE if is_fixed else None
     options |= {} if relation is None else {"neighboring_relation": relation}
     options |= {"sampling_prob": 0.5} if sampling is None else {"sampling": sampling}
-    return dp.PrivacyPlan(**{"steps": STEPS, "noise_multiplier": 2.0, "delta": 1e-5} | options)
+    known: dict[str, Any] = {"steps": STEPS, "noise_multiplier": 2.0, "delta": 1e-5}
+    return dp.PrivacyPlan(**known | options)
 
 
 def model() -> Any:
@@ -184,18 +185,19 @@ def loop(
 
         @eqx.filter_jit
         def step(model: Any, state: Any, there: Any, x: Any, y: Any, mask: Any) -> Any:
-            called = gradient or grad_fn
+            called: Any = gradient or grad_fn
             grads = called(model, there, x, y, is_padding_example=mask)
             updates, state = optimizer.update(grads, state)
             updates = jax.tree.map(lambda update: rate(grads) * update, updates)
             return eqx.apply_updates(model, updates), state
 
         def train(data: Data) -> Any:
-            trained, sampler = model(), plan.sampler(EXAMPLES, seed=SEED)
+            trained: Any = model()
+            sampler: Any = plan.sampler(EXAMPLES, seed=SEED)
             state = optimizer.init(grad_fn.trainable(trained))
             for t in range(plan.steps):
-                batch, mask = sampler.take(t, *data)
-                trained, state = step(trained, state, *batch, mask)
+                (there, x, y), mask = sampler.take(t, *data)
+                trained, state = step(trained, state, there, x, y, mask)
             return trained
 
         return train
@@ -207,7 +209,7 @@ def stream_loop(plan: dp.PrivacyPlan, grows: bool = True) -> Row:
     """A loop with `noise_stream` and `add_noise`."""
 
     def made() -> Train:
-        grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=CLIP_NORM)
+        grad_fn: Any = dp.filter_clipped_grad(loss, l2_clip_norm=CLIP_NORM)
         stddev = plan.noise_multiplier * grad_fn.sensitivity(plan.neighboring_relation)
 
         @eqx.filter_jit
@@ -219,10 +221,10 @@ def stream_loop(plan: dp.PrivacyPlan, grows: bool = True) -> Row:
 
         def train(data: Data) -> Any:
             trained, stream = model(), dp.noise_stream(SEED)
-            sampler = plan.sampler(EXAMPLES, seed=SEED)
+            sampler: Any = plan.sampler(EXAMPLES, seed=SEED)
             for t in range(plan.steps):
-                batch, mask = sampler.take(t, *data)
-                trained, stream = step(trained, stream, *batch, mask)
+                (there, x, y), mask = sampler.take(t, *data)
+                trained, stream = step(trained, stream, there, x, y, mask)
             return trained
 
         return train
@@ -352,7 +354,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _changed(owner: Any, name: str, value: Any) -> Generator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
