@@ -78,11 +78,11 @@ def leaf_gradient(
 
 def _formed(form: LeafForm, pair: Pair) -> Float[Array, "batch *shape"]:
     """Each example's gradient, from outer products."""
-    (use,), parts = form.uses, (parts_of_uses(form.uses, form.dtype),) * 2
+    (use,), parts = form.uses, parts_of_uses(form.uses, form.dtype)
 
     def of_one(residuals: Any, cotangent: Array) -> Array:
         x, g = use.factors(residuals, cotangent, form.dtype)
-        return use.to_parameter(contracted("gtk,gtp->gkp", x, g, parts))
+        return use.to_parameter(contracted("gtk,gtp->gkp", x, g, (parts, parts)))
 
     return jax.vmap(of_one)(*pair)
 

@@ -272,8 +272,8 @@ def _inner_products(
 
     # The barrier stops the compiler from continuing the sum of one block in the next.
     def of_block(start: Any, length: int) -> Array:
-        sides = (jax.lax.dynamic_slice_in_dim(side, start, length, axis=3) for side in (x, y))
-        inner = contracted("bgtk,bgsk->bgts", *sides, (parts, parts))
+        left, right = (jax.lax.dynamic_slice_in_dim(side, start, length, axis=3) for side in (x, y))
+        inner = contracted("bgtk,bgsk->bgts", left, right, (parts, parts))
         return jax.lax.optimization_barrier(inner)
 
     first = size % block or block
