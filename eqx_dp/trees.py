@@ -10,10 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from .paths import below
-from .shown import shown
 
 if TYPE_CHECKING:
     from typing_extensions import TypeAliasType
@@ -37,13 +33,3 @@ def is_array_or_shape(leaf: Any) -> bool:
 def is_key(leaf: Any) -> bool:
     """Whether an array, or the shape of one, holds random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def check_numbers(name: str, tree: Any) -> None:
-    """Raises a ValueError for a NumPy array of texts, objects or dates in a tree of this name."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm":
-            raise ValueError(
-                f"{below(name, path)} is {shown(leaf)}, which JAX cannot compute with. Turn it "
-                "into numbers, or leave it out. (A model may hold texts in a tuple or a list.)"
-            )

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from chips import chip_of, devices_of
 from equinox import nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -39,7 +40,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from roofline import costs_of
 
 import eqx_dp as dp
-from eqx_dp.planning.chips import chip_of, devices_of
 
 CLIP_NORM = 1.0
 METHODS = ("ghost", "book_keeping", "per_example")

@@ -15,15 +15,14 @@ from jaxtyping import Array
 from typing_extensions import TypedDict, Unpack
 
 from ..expected import function
-from ..losses import Aux, ClipNorms, Example, Loss, LossWithAux, Model, check_key
+from ..losses import Aux, ClipNorms, Example, Loss, LossWithAux, Model
 from ..paths import below
 from ..precision import JmpPolicy, Policy
 from ..privacy import Users
 from ..sharding import ShardingRules
 from ..shown import shown
-from ..trainable import FilterSpec
 from ..trees import PyTree
-from .arguments import MethodName, checked_configuration, read_examples
+from .arguments import FilterSpec, MethodName, check_key, checked_configuration, read_examples
 from .clip import PerExample
 from .clipped_grad import ClippedGrad, gradients_alone
 

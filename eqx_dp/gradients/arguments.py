@@ -1,6 +1,8 @@
 """The options of a clipped gradient, and the arguments of a call: model, batch, key, padding."""
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,13 +13,17 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from ..expected import flag, real_number, whole_number
+from ..paths import below
 from ..precision import JmpPolicy, Policy, checked_policy
 from ..privacy import Sampling
 from ..sharding import ShardingRules, checked_rules
 from ..shown import shown
-from ..trees import PyTree, check_numbers
+from ..trees import PyTree
 from .clipping import Clipping, parse_clip_norm
 from .outputs import STATE_ADVICE, argument_name, is_state
+
+FilterSpec = PyTree[bool | Callable[[Any], bool]]
+_Model = TypeVar("_Model")
 
 METHODS = ("book_keeping", "ghost", "per_example")
 
@@ -95,6 +101,138 @@ def _checked_method(method: object) -> str:
 
 def _checked_microbatch_size(size: object) -> int | None:
     return None if size is None else whole_number("microbatch_size", size, least=1, most=2**62)
+
+
+def split_trainable(model: _Model, filter_spec: FilterSpec) -> tuple[_Model, _Model]:
+    """Splits a model into its trained part and the rest, each with None in place of the other.
+
+    Layers write an `eqx.nn.State` (for example running statistics), and gradient descent must not
+    change it. A function gets a leaf and not its place in the tree, so it selects only parameters;
+    True in a tree of booleans may select state as well. True above a part of the model means the
+    floating-point arrays in it: activation functions, integers and Python numbers stay as they are.
+
+    | filter_spec | of an `eqx.nn.State`, a `StateIndex.init` |
+    |---|---|
+    | a function of a leaf (the default is one) | nothing is trained |
+    | a tree, a function above the state | nothing is trained |
+    | a tree, True above the state | all of its floating-point arrays are trained |
+    | a tree, True or a function inside of it | what it selects is trained |
+
+    Args:
+        model: any tree.
+        filter_spec: a tree prefix of booleans and functions, as in `eqx.partition`.
+
+    Raises:
+        ValueError: `filter_spec` is something else, or no prefix.
+    """
+
+    def holds_state(node: Any) -> bool:
+        return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
+
+    def without_state(spec: Any, part: PyTree[Any]) -> Any:
+        if isinstance(spec, bool):
+            is_leaf = jax.tree_util.all_leaves([part])
+            return (
+                spec if is_leaf else jax.tree.map(lambda x: spec and eqx.is_inexact_array(x), part)
+            )
+        if not callable(spec):
+            raise ValueError(
+                "filter_spec must be a function of a leaf, or a tree of booleans and functions; "
+                f"found {shown(spec)} in it."
+            )
+        return jax.tree.map(
+            lambda node: not holds_state(node) and bool(spec(node)), part, is_leaf=holds_state
+        )
+
+    try:
+        jax.tree.map(lambda *_: None, filter_spec, model)
+    except ValueError as error:
+        raise ValueError(
+            "filter_spec is no prefix of the model's tree. Give a function of a leaf, or a tree "
+            "made from the model: spec = jax.tree.map(lambda _: False, model), in which "
+            f"eqx.tree_at puts True for what is trained. {error}"
+        ) from error
+    return eqx.partition(model, jax.tree.map(without_state, filter_spec, model))
+
+
+def checked_trainable(
+    model: PyTree[Any], filter_spec: FilterSpec
+) -> tuple[PyTree[Array], PyTree[Any]]:
+    """Splits a model, as [`split_trainable`][], and checks that the trained part can be trained.
+
+    Raises:
+        ValueError: nothing is trained, or something that is no real floating-point array.
+    """
+    check_numbers("model", model)
+    params, rest = split_trainable(model, filter_spec)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise ValueError(
+            "Nothing is trainable: filter_spec selects no leaf of the model. The default selects "
+            "floating-point arrays outside of eqx.nn.State; a Python float is none (wrap it in "
+            "jnp.asarray)."
+        )
+    for path, leaf in leaves:
+        if not (eqx.is_array_like(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)):
+            raise ValueError(
+                f"filter_spec selects {below('model', path)}, which is {shown(leaf)}: "
+                "only real floating-point arrays can be trained. Narrow filter_spec, or hold a "
+                "complex parameter as two real ones."
+            )
+    return jax.tree.map(jnp.asarray, params), rest
+
+
+def takes_key(fun: Callable[..., Any], num_positional: int) -> tuple[bool, bool]:
+    """Reads from a loss's signature whether it can be given a `key`, and whether it must be.
+
+    If the model or the batch fills the parameter of that name, it is data.
+    """
+    try:
+        parameters = inspect.signature(fun).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return True, False
+    named = parameters.get("key")
+    if named is not None and named.kind in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD):
+        if named.kind is not named.KEYWORD_ONLY and list(parameters).index("key") < num_positional:
+            return False, False
+        return True, named.default is named.empty
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()), False
+
+
+def check_key(
+    fun: Callable[..., Any], num_batch_arguments: int, key: Any, augmentations: int = 1
+) -> None:
+    """Refuses a call that lacks the key that its loss takes, or has one that it does not take.
+
+    Raises:
+        ValueError: a key is missing, or not wanted.
+    """
+    can, must = takes_key(fun, 1 + num_batch_arguments)
+    if augmentations > 1 and not can:
+        raise ValueError(
+            f"augmentations={augmentations} calls the loss with as many keys, and the loss has no "
+            "parameter named 'key' after the batch. Add one, and augment the example with it."
+        )
+    if key is None and (must or augmentations > 1):
+        raise ValueError(
+            "The loss takes a key and none was given: call with key=jax.random.key(...), a fresh "
+            "one every step. It is split into one key an example."
+        )
+    if key is not None and not can:
+        raise ValueError(
+            "A key was given, and the loss has no parameter named 'key' after the batch. Add one "
+            "(fun(model, *example, key)) or leave the key out."
+        )
+
+
+def check_numbers(name: str, tree: Any) -> None:
+    """Raises a ValueError for a NumPy array of texts, objects or dates in a tree of this name."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm":
+            raise ValueError(
+                f"{below(name, path)} is {shown(leaf)}, which JAX cannot compute with. Turn it "
+                "into numbers, or leave it out. (A model may hold texts in a tuple or a list.)"
+            )
 
 
 _KEY_ADVICE = (

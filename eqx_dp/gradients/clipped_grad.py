@@ -13,16 +13,25 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 from typing_extensions import TypedDict, TypeVar, Unpack
 
 from ..device import made_for
-from ..losses import KeyedOne, KeyedTwo, ThreeOrMore, check_key
+from ..losses import KeyedOne, KeyedTwo, ThreeOrMore
 from ..paths import below
 from ..precision import Policy, agreed_policy, cast_parameters, check_sum_range, stage
 from ..privacy import SENSITIVITY_OF_UNIT_NORM, NeighboringRelation, Sampling, check_relation
 from ..programs import activation_bytes, matmul_flops
 from ..sharding import ShardingRules, on_device
 from ..shown import function_name, shown
-from ..trainable import FilterSpec, checked_trainable, split_trainable
 from ..trees import PyTree
-from .arguments import METHODS, Configuration, MethodName, check_mask, read_examples
+from .arguments import (
+    METHODS,
+    Configuration,
+    FilterSpec,
+    MethodName,
+    check_key,
+    check_mask,
+    checked_trainable,
+    read_examples,
+    split_trainable,
+)
 from .calls import Prepared, run, specs_of
 from .choice import DeviceBatch, choose, leaf_costs
 from .clip import PerExample, TracedLoss

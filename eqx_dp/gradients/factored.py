@@ -33,8 +33,8 @@ from .gram import (
     to_common_scale,
 )
 from .leaves import LeafGradient, Measure, combined, computed_once, norm_and_bound
-from .norms import contracted, halves, norm_error, norms, parts_of, unit_roundoff, without_subnormal
-from .uses import Member, ParamUse, Scattering, overlaps
+from .norms import contracted, halves, norm_error, norms, unit_roundoff, without_subnormal
+from .uses import Member, ParamUse, Scattering, overlaps, parts_of_uses
 
 Pair: TypeAlias = tuple[Any, Array]
 """Residuals of a use and its cotangent, examples in front, then the scans around it."""
@@ -179,17 +179,6 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
         bound = jnp.where(bound > 0, jnp.maximum(scaled_back, tiny), bound)
         powers = tuple(x[:, None] for x in powers)
     return norm, bound, ([(use.x, use.g) for use in terms], powers)
-
-
-def parts_of_uses(uses: Sequence[ParamUse], dtype: np.dtype[Any]) -> int:
-    """How many bfloat16 numbers add up to any number that the uses meet; 0 if some take more."""
-    met: list[Any] = []
-    for use in uses:
-        narrow = use.matmul
-        met += [narrow.backward if narrow else use.result.dtype]
-        if not use.kind.is_one_hot:  # rows are whole numbers
-            met += [narrow.forward if narrow else use.data.dtype]
-    return parts_of(met) if dtype == jnp.float32 else 0
 
 
 def sides(

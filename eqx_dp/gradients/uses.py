@@ -15,6 +15,7 @@ from ..precision import Matmul
 from ..sharding import Cut, evaluated_whole, whole
 from .kind import Kind
 from .narrow_products import restored, scaled, with_cast_cotangent
+from .norms import parts_of
 from .views import Place, Step, Steps, place_of, pulled_back, taken
 
 ScanUse: TypeAlias = Literal["slices", "time"]
@@ -185,6 +186,17 @@ class ParamUse(NamedTuple):
 
 Address: TypeAlias = tuple[int, ...]
 """The address of an equation: the indices of the enclosing equations, then its own."""
+
+
+def parts_of_uses(uses: Sequence[ParamUse], dtype: np.dtype[Any]) -> int:
+    """How many bfloat16 numbers add up to any number that the uses meet; 0 if some take more."""
+    met: list[Any] = []
+    for use in uses:
+        narrow = use.matmul
+        met += [narrow.backward if narrow else use.result.dtype]
+        if not use.kind.is_one_hot:  # rows are whole numbers
+            met += [narrow.forward if narrow else use.data.dtype]
+    return parts_of(met) if dtype == jnp.float32 else 0
 
 
 class Uses(NamedTuple):

@@ -178,8 +178,9 @@ def _noised(
             return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)], []
         # In one kernel with a cut, LLVM vectorizes nothing.
         noisy = [_noisy(*row, stddev) for row in zip(total, moved, strict=True)]
-        parts = zip(*(jnp.split(row, ends) for row in noisy), shapes, strict=True)
-        return [_joined(*part) for part in parts], []
+        parts = [*map(jnp.concatenate, zip(*(jnp.split(row, ends) for row in noisy), strict=True))]
+        cut = [part[: math.prod(shape)] for part, shape in zip(parts, shapes, strict=True)]
+        return [x.reshape(shape) for x, shape in zip(cut, shapes, strict=True)], []
 
     operands = counter, names, sums, past
     if is_divided or max(x.size for x in sums) > 2**32:
@@ -302,14 +303,6 @@ def _in_two_rows(x: Shaped[Array, "..."]) -> Shaped[Array, "2 half"]:
     """The first half of the entries, and the second, which may end with zeros."""
     half = _pairs(x.size)
     return jnp.pad(x.ravel(), (0, 2 * half - x.size)).reshape(2, half)
-
-
-def _joined(
-    first: Shaped[Array, " half"], second: Shaped[Array, " half"], shape: tuple[int, ...]
-) -> Shaped[Array, "..."]:
-    size = math.prod(shape)
-    rest = second[: max(size - first.size, 0)]
-    return jnp.concatenate([first[:size], rest]).reshape(shape)
 
 
 def computed_once(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:

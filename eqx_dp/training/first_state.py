@@ -16,10 +16,10 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..expected import function
-from ..gradients import ClippedGrad, FilterSpec, checked_trainable
+from ..gradients import ClippedGrad, FilterSpec, check_numbers, checked_trainable
 from ..precision import agreed_policy
 from ..sharding import ShardingRules
-from ..trees import PyTree, check_numbers, is_shape
+from ..trees import PyTree, is_shape
 from ..updates import first_state
 from .state import Parameters, TrainState, copied, refuse_used_up, strong
 

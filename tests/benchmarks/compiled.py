@@ -29,7 +29,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from eqx_dp.planning.chips import chip_of, devices_of
 
 from .command import Part
 from .contenders import CLIP_NORM, JAX_PRIVACY, NON_PRIVATE, non_private, of_jax_privacy
@@ -44,10 +43,10 @@ _POLICY = "mixed_bfloat16"
 
 
 @functools.cache
-def example() -> Any:
-    """The module `examples/roofline.py`."""
+def example(name: str) -> Any:
+    """A module of `examples/`: `roofline`, or `chips`."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-    return importlib.import_module("roofline")
+    return importlib.import_module(name)
 
 
 class Compiled(NamedTuple):
@@ -63,12 +62,12 @@ class Compiled(NamedTuple):
 
     @property
     def costs(self) -> Any:
-        return example().costs_of(self.text, self.turns)
+        return example("roofline").costs_of(self.text, self.turns)
 
 
 def mesh_of(name: str, axis_type: AxisType = AxisType.Auto) -> Mesh:
     """All devices along `data`."""
-    return Mesh(np.array(devices_of(name)), ("data",), axis_types=(axis_type,))
+    return Mesh(np.array(example("chips").devices_of(name)), ("data",), axis_types=(axis_type,))
 
 
 def on_mesh(mesh: Mesh, tree: Any, spec: P | None = None) -> Any:
@@ -129,7 +128,7 @@ def noise(shape: tuple[int, ...], mesh: Mesh) -> Compiled:
 
 
 def line(name: str, found: Compiled, ordinary: Compiled, on: str) -> dict[str, str]:
-    chip, costs = chip_of(devices_of(on)[0]), found.costs
+    chip, costs = example("chips").chip_of(example("chips").devices_of(on)[0]), found.costs
     seconds = [sum(its.seconds(chip).values()) for its in (costs, ordinary.costs)]
     return {
         "on": on,

@@ -5,7 +5,7 @@ numbers below is **modelled from the compiled program, not measured**.
 """
 
 import os
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.experimental import topologies
@@ -82,4 +82,4 @@ def devices_of(name: str) -> list[Any]:
 
 
 def _h100() -> str:
-    return resources.files("eqx_dp.planning").joinpath("h100.txtpb").read_text(encoding="utf-8")
+    return Path(__file__).with_name("h100.txtpb").read_text(encoding="utf-8")
