@@ -150,20 +150,20 @@ def _noised(
                 return jnp.where(is_second == 1, second, first)
 
         noise, fresh = _correlated(draw, counter, correlation, past)
-        noisy = _noisy(total, _cells(total, noise, stddev), stddev)
         kept = [*zip(*(_apart(x, shapes) for x in _words_of(fresh)), strict=True)] if past else []
-        return _apart(noisy, shapes), kept
+        return _apart(_noisy(total, _cells(total, noise, stddev), stddev), shapes), kept
 
     def by_pair(
         counter: Counter, names: Any, sums: list[Any], past: list[Past]
     ) -> tuple[list[Any], Past]:
-        rows, halves = [*map(_in_two_rows, sums)], [_pairs(x.size) for x in sums]
+        halves = [_pairs(x.size) for x in sums]
         position = _side_by_side([jnp.arange(half, dtype=jnp.uint32) for half in halves])
         name = [jnp.full(half, name) for half, name in zip(halves, names, strict=True)]
         with stage("grid"):
+            flat = [jnp.pad(x.ravel(), (0, 2 * _pairs(x.size) - x.size)) for x in sums]
             # What makes the sums is a kernel of its own: in one with the cipher, where rows have
             # 2^k entries, LLVM vectorizes neither.
-            total = computed_once(jnp.concatenate(rows, axis=1))
+            total = computed_once(jnp.concatenate([x.reshape(2, -1) for x in flat], axis=1))
         pair = normals(counter, position, _side_by_side(name))
         cells, others = (
             _cells(*each, stddev).astype(jnp.uint32) for each in zip(total, pair, strict=True)
@@ -172,15 +172,14 @@ def _noised(
             mask, place = np.uint32(2**16 - 1), np.array([[0], [16]], np.uint32)
             both = computed_once((cells & mask) | (others << np.uint32(16)))
             moved = ((both[None] >> place) & mask).astype(jnp.int16).astype(jnp.int64)
-        ends, shapes = np.cumsum(halves)[:-1], [x.shape for x in sums]
+        ends = np.cumsum(halves)[:-1]
         if all(x.size == 2 * half for x, half in zip(sums, halves, strict=True)):
             parts = jnp.split(_noisy(total, moved, stddev), ends, axis=1)
-            return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)], []
-        # In one kernel with a cut, LLVM vectorizes nothing.
-        noisy = [_noisy(*row, stddev) for row in zip(total, moved, strict=True)]
-        parts = [*map(jnp.concatenate, zip(*(jnp.split(row, ends) for row in noisy), strict=True))]
-        cut = [part[: math.prod(shape)] for part, shape in zip(parts, shapes, strict=True)]
-        return [x.reshape(shape) for x, shape in zip(cut, shapes, strict=True)], []
+        else:  # in one kernel with a cut, LLVM vectorizes nothing
+            noisy = [_noisy(*row, stddev) for row in zip(total, moved, strict=True)]
+            halved = zip(*(jnp.split(row, ends) for row in noisy), strict=True)
+            parts = [jnp.concatenate(two)[: x.size] for two, x in zip(halved, sums, strict=True)]
+        return [part.reshape(x.shape) for part, x in zip(parts, sums, strict=True)], []
 
     operands = counter, names, sums, past
     if is_divided or max(x.size for x in sums) > 2**32:
@@ -297,12 +296,6 @@ def _apart(x: Shaped[Array, "..."], shapes: list[tuple[int, ...]]) -> list[Shape
         return [x]
     ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
     return [part.reshape(shape) for part, shape in zip(jnp.split(x, ends), shapes, strict=True)]
-
-
-def _in_two_rows(x: Shaped[Array, "..."]) -> Shaped[Array, "2 half"]:
-    """The first half of the entries, and the second, which may end with zeros."""
-    half = _pairs(x.size)
-    return jnp.pad(x.ravel(), (0, 2 * half - x.size)).reshape(2, half)
 
 
 def computed_once(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
