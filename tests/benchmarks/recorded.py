@@ -22,7 +22,6 @@ programs, so a host callback stands in place of the noise.
 
 import argparse
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
@@ -252,10 +251,6 @@ def once_in(cycle: int) -> Callable[[list[int]], bool]:
     return lambda steps: len({step // cycle for step in steps}) == len(steps)
 
 
-def apart(separation: int) -> Callable[[list[int]], bool]:
-    return lambda steps: all(b - a >= separation for a, b in itertools.pairwise(steps))
-
-
 def rows() -> dict[str, Row]:
     """What is audited, by name."""
     kinds, plain = dp.sampling, plan_of()
@@ -272,7 +267,6 @@ def rows() -> dict[str, Row]:
         "Trainer, FixedSize": trainer(plan_of(kinds.FixedSize(8, EXAMPLES))),
         "Trainer, BallsInBins": trainer(plan_of(kinds.BallsInBins(3)), once_a(3)),
         "Trainer, RandomAllocation": trainer(plan_of(kinds.RandomAllocation(3)), once_in(3)),
-        "Trainer, MinSeparation": trainer(plan_of(kinds.MinSeparation(0.4, 2)), apart(2)),
         "Trainer, users": trainer(users, lambda steps: True, OWNERS),
         "Trainer, AutoS": trainer(plain, l2_clip_norm=dp.clipping.AutoS()),
         "Trainer, PerLayer": trainer(plain, l2_clip_norm=dp.clipping.PerLayer(CLIP_NORM)),
