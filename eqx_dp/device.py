@@ -24,7 +24,8 @@ def platform() -> str:
     `jax.default_backend()` says what this machine has. A program may be planned here, and run on a
     mesh of GPUs elsewhere.
     """
-    return _made_for.value or jax.default_backend()
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return _made_for.value or getattr(default, "platform", default) or jax.default_backend()
 
 
 def is_cpu() -> bool:
@@ -36,8 +37,8 @@ def device_memory() -> int | None:
     """Bytes of memory of the device (of the host, if it is the device); None if unknown."""
     device = jax.local_devices()[0]
     if not is_cpu():
-        is_here = device.platform == platform()
-        return (device.memory_stats() or {}).get("bytes_limit") if is_here else None
+        stats = device.memory_stats() if device.platform == platform() else None
+        return (stats or {}).get("bytes_limit")
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not known on this system

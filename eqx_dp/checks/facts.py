@@ -193,8 +193,9 @@ _LARGE = 1 << 20
 def of_array(array: Any) -> Fact:
     """The fact about a constant of the program."""
     places: list[Place] = [None] * np.ndim(array)
-    value, is_key = None, jnp.issubdtype(jnp.result_type(array), jax.dtypes.extended)
-    if 0 < np.size(array) <= _LARGE and not is_key:
+    is_key = jnp.issubdtype(jnp.result_type(array), jax.dtypes.extended)
+    value, is_mutable = None, isinstance(array, jax.Ref)
+    if not is_mutable and not is_key and 0 < np.size(array) <= _LARGE:
         entries = np.asarray(array)
         first = [entries == entries.take([0], dim) for dim in range(entries.ndim)]
         places = [EVEN if bool(is_same.all()) else None for is_same in first]

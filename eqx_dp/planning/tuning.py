@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..device import device_memory, is_cpu
+from ..device import device_memory, is_cpu, made_for
 from ..expected import entries, expect, whole_number
 from ..gradients import ClippedGrad, MethodName, checked_grad_fn, described
 from ..privacy import PrivacyPlan
@@ -123,10 +123,11 @@ def tune(
             the program runs on several hosts, which may choose differently; and as for `grad_fn`.
     """
     rounds = whole_number("rounds", rounds, least=1, most=1000)
-    if limit is None:  # a program that does not fit would end the process
-        limit = (device_memory() or 2**60) // (2 if is_cpu() else 1)
-    limit = whole_number("limit", limit, least=1, most=2**60)
     rules = checked_grad_fn(grad_fn).sharding
+    if limit is None:  # a program that does not fit would end the process
+        with made_for(rules):
+            limit = (device_memory() or 2**60) // (2 if is_cpu() else 1)
+    limit = whole_number("limit", limit, least=1, most=2**60)
     if plan is not None:
         expect("plan", plan, PrivacyPlan, "a dp.PrivacyPlan, or None")
         grad_fn = grad_fn.of_samples(plan.batches)

@@ -257,6 +257,8 @@ def of_the_loss(loss):
 
 # What the optimizer gets, and what happens on the way.
 
+KEPT = jax.new_ref(jnp.zeros(2))
+
 
 def aux_returned(at):
     grad_fn = clipped(lambda model, x, y: (squared_error(model, x, y), model(x)), has_aux=True)
@@ -309,6 +311,7 @@ STEPS = {
     # Without a branch: `jnp.where` leaves the update out if the loss is high.
     "selected_by_the_loss": lambda at: where(at.losses().mean() > 10, zero_sums(), at.noised()),
     "skipped_by_the_loss": lambda at: skipped(at, at.losses().mean() > 10),
+    "kept_in_a_mutable_array": lambda at: (KEPT.__setitem__(..., at.x[0, :2]), at.noised())[1],
     "loss_printed": lambda at: (jax.debug.print("{}", at.losses().mean()), at.noised())[1],
     "loss_checked": lambda at: eqx.error_if(at.noised(), at.losses().mean() > 1e9, "large"),
     "aux_returned": aux_returned,
