@@ -210,10 +210,11 @@ def _losses_of_fixed_size(
     g(log(1 + (e^epsilon - 1) / share)) (Balle et al. 2018, arXiv 1807.01647, theorem 9): delta of a
     Poisson sampled Gaussian mechanism where an example is removed. Delta of two distributions at
     -epsilon is 1 - e^-epsilon + e^-epsilon delta', where delta' is that of the same two in the
-    other order at epsilon; and replacement is symmetric. So delta is bounded at all epsilons by
-    that of one pair of distributions (Zhu et al. 2022, arXiv 2106.08567, theorem 11), and pairs
-    that dominate compose (theorem 10). Between points of the grid chords lie above (Doroshenko et
-    al. 2022). QED
+    other order at epsilon; and replacement is symmetric. Where the two meet, at 0, the bound is
+    convex: the probabilities of a positive loss add up to 2 (1 - share) Phi(-1 / (2 sigma)) + share
+    <= 1. So delta is bounded at all epsilons by that of one pair of distributions (Zhu et al. 2022,
+    arXiv 2106.08567, theorem 11), and pairs that dominate compose (theorem 10). Between points of
+    the grid chords lie above (Doroshenko et al. 2022). QED
     """
     removed = losses_of_noise.GaussianPrivacyLoss(
         noise_multiplier,
