@@ -35,11 +35,10 @@ def is_cpu() -> bool:
 
 def device_memory() -> int | None:
     """Bytes of memory of the device (of the host, if it is the device); None if unknown."""
-    device = jax.local_devices()[0]
-    if not is_cpu():
-        stats = device.memory_stats() if device.platform == platform() else None
-        return (stats or {}).get("bytes_limit")
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not known on this system
+        if is_cpu():
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        stats = jax.local_devices(backend=platform())[0].memory_stats()
+    except (AttributeError, ValueError, OSError, RuntimeError):  # not known, or no such device here
         return None
+    return (stats or {}).get("bytes_limit")

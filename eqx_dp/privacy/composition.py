@@ -85,10 +85,11 @@ class Composition:
         allowed = f"greater than {charged:g}, which finite precision is charged"
         budget = real_number("epsilon", epsilon, lambda real: real > charged, allowed)
         times = least_noise(self._runs, self._left, budget - charged, self._pairs)
-        noises = (plan.noise_multiplier * times for plan in self.plans)
-        plans = zip(self.plans, noises, strict=True)
-        changed = (dataclasses.replace(x, noise_multiplier=noise) for x, noise in plans)
-        return dataclasses.replace(self, plans=tuple(changed))
+
+        def scaled(plan: PrivacyPlan) -> PrivacyPlan:
+            return dataclasses.replace(plan, noise_multiplier=times * plan.noise_multiplier)
+
+        return dataclasses.replace(self, plans=tuple(map(scaled, self.plans)))
 
     def epsilon(self) -> float:
         """Epsilon of all releases together, at `delta`; infinite if one has hardly any noise."""
@@ -102,8 +103,7 @@ class Composition:
 
     def _runs(self, times: float = 1.0) -> Runs:
         """Those of all plans, with so many times their noise."""
-        noises = [times * plan.noise_multiplier for plan in self.plans]
-        reduced = (x.mechanism().reduced(n) for x, n in zip(self.plans, noises, strict=True))
+        reduced = (x.mechanism().reduced(times * x.noise_multiplier) for x in self.plans)
         return tuple(itertools.chain.from_iterable(reduced))
 
 

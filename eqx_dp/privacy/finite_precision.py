@@ -54,18 +54,15 @@ def within_charge(
     """
     most = entries_covered(delta) / steps / growth**2
 
-    def check(tree: Any) -> None:
-        entries = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(tree))
-        if entries > most:
-            raise ValueError(
-                f"the plan has paid for the finite precision of {most:.3g} noisy entries in each "
-                f"of {steps} steps (delta {delta:g}); found {entries}. Train fewer parameters, "
-                "or take fewer steps."
-            )
-
     def checked(function: Any) -> Any:
         def call(tree: Any, *rest: Any, **options: Any) -> Any:
-            check(tree)
+            entries = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(tree))
+            if entries > most:
+                raise ValueError(
+                    f"the plan has paid for the finite precision of {most:.3g} noisy entries in "
+                    f"each of {steps} steps (delta {delta:g}); found {entries}. Train fewer "
+                    "parameters, or take fewer steps."
+                )
             return function(tree, *rest, **options)
 
         return call

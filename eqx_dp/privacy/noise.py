@@ -139,7 +139,9 @@ def gaussian_privatizer(
     def init(params: optax.Params) -> GaussianPrivatizerState:
         check_arrays_alone(params)
         # With what is masked: groups of one tree get streams of their own, also by one key.
-        leaves = jax.tree_util.tree_leaves_with_path(params, _is_masked)
+        leaves = jax.tree_util.tree_leaves_with_path(
+            params, lambda node: isinstance(node, optax.MaskedNode)
+        )
         tree = [(jax.tree_util.keystr(path), np.shape(leaf)) for path, leaf in leaves]
         stream = first_stream(root, f"eqx_dp privatizer {tree}")
         return GaussianPrivatizerState(stream, no_past(params, known, rules))
@@ -147,7 +149,6 @@ def gaussian_privatizer(
     def update(
         updates: optax.Updates, state: GaussianPrivatizerState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
-        del params
         how = _How(scale, policy, rules, known)
         noisy, stream, past = _noisy(updates, state.stream, how, state.past)
         return noisy, GaussianPrivatizerState(stream, past)
@@ -198,8 +199,7 @@ def add_noise(
         ValueError: if `stddev` is negative, not finite or traced, `state` is no stream (a key, for
             instance), or a leaf is refused as in the table above.
     """
-    how = _How(static_stddev(stddev), None, None)
-    return _noisy(tree, checked_stream(state), how, ())[:2]
+    return _noisy(tree, checked_stream(state), _How(static_stddev(stddev), None, None), ())[:2]
 
 
 class NoiseMark(NamedTuple):
@@ -273,10 +273,6 @@ def _noisy(
     return jax.tree_util.tree_unflatten(structure, noisy), stream, kept
 
 
-def _is_masked(node: object) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-
 def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | None) -> Any:
     """What is kept before step 0: zeros, as many as a strategy keeps.
 
@@ -288,8 +284,7 @@ def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | Non
     leaves = jax.tree_util.tree_leaves_with_path(params)
 
     def zeros(path: tuple[Any, ...], x: Any) -> Any:
-        pair = jnp.zeros(x.shape, jnp.uint32), jnp.zeros(x.shape, jnp.uint32)
-        return _placed(pair, path, rules)
+        return _placed((jnp.zeros(x.shape, jnp.uint32),) * 2, path, rules)
 
     return tuple([zeros(path, x) for path, x in leaves] for _ in range(correlation.kept))
 

@@ -38,7 +38,7 @@ def read(make: Callable[..., Any], text: str) -> Any:
     """What `make` makes of the fields in a text, or a ValueError unless it is a plan's JSON."""
     expect("text", text, str, "the JSON that to_json wrote")
     try:
-        found = parsed(json.loads, text)
+        found = parsed(lambda text: json.loads(text, object_pairs_hook=_once), text)
     except ValueError as error:
         raise ValueError(f"a plan must be JSON, as to_json writes it; {error}.") from error
     expect("a plan in JSON", found, dict, "an object")
@@ -53,8 +53,20 @@ def read(make: Callable[..., Any], text: str) -> Any:
         if name in found:
             found[name] = _of_kind(name, found[name], kinds)
     if "noise" in found:
-        found["noise"] = _made("noise", Banded, found["noise"])
+        found["noise"] = _made("noise", _banded, found["noise"])
     return _made("a plan in JSON", make, found)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; a ValueError if a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"one of the keys {', '.join(found)} is there twice: leave one of them")
+    return found
+
+
+def _banded(noising: Any, strategy: Any, keep: Any = False) -> Banded:
+    return Banded(noising, strategy, keep)
 
 
 def _of_kind(name: str, found: Any, kinds: Mapping[str, Callable[..., Any]]) -> Any:

@@ -7,7 +7,8 @@ of FLOPs of contractions and convolutions whose operands have 16 or 8 bits, cond
 of unknown length (the host of a GPU waits at each), callbacks, and the seconds that the data sheet
 allows (`examples/roofline.py`): products overlap memory, starts of kernels and waits come on top,
 without CUDA graphs. `compile` is this machine's time. Noise is compiled by itself: temporary memory
-for an entry of one leaf.
+for an entry of one leaf. A peer's microbatch of 1 example gives only one device of a mesh an
+example: on 8 devices compare the row of 8.
 
 Needs the extra `compilers`, and `JAX_PLATFORMS=cpu`.
 """

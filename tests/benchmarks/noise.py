@@ -85,7 +85,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
                 "temp. of noise, MiB": f"{(noise.program.temp_bytes or 0) / MIB:.2f}",
             }
         )
-    yield Table("Noise", lines, "Aim: certified noise takes at most 2 x the plain draw.")
+    yield Table("Noise", lines, "Aim: noise takes at most 1.1 times as long as the plain draw.")
 
 
 PART = Part(__doc__, tables, rounds=(15, 5))

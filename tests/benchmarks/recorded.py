@@ -192,16 +192,21 @@ def loop(
 
         def train(data: Data) -> Any:
             trained: Any = model()
-            sampler: Any = plan.sampler(EXAMPLES, seed=SEED)
             state = optimizer.init(grad_fn.trainable(trained))
-            for t in range(plan.steps):
-                (there, x, y), mask = sampler.take(t, *data)
-                trained, state = step(trained, state, there, x, y, mask)
-            return trained
+            return after_all_steps(plan, step, trained, state, data)
 
         return train
 
     return Row(plan, made)
+
+
+def after_all_steps(plan: dp.PrivacyPlan, step: Any, trained: Any, state: Any, data: Data) -> Any:
+    """The model after a loop over the batches of the plan's sampler."""
+    sampler: Any = plan.sampler(EXAMPLES, seed=SEED)
+    for t in range(plan.steps):
+        (there, x, y), mask = sampler.take(t, *data)
+        trained, state = step(trained, state, there, x, y, mask)
+    return trained
 
 
 def stream_loop(plan: dp.PrivacyPlan, grows: bool = True) -> Row:
@@ -219,12 +224,7 @@ def stream_loop(plan: dp.PrivacyPlan, grows: bool = True) -> Row:
             return eqx.apply_updates(model, updates), after if grows else stream
 
         def train(data: Data) -> Any:
-            trained, stream = model(), dp.noise_stream(SEED)
-            sampler: Any = plan.sampler(EXAMPLES, seed=SEED)
-            for t in range(plan.steps):
-                (there, x, y), mask = sampler.take(t, *data)
-                trained, stream = step(trained, stream, there, x, y, mask)
-            return trained
+            return after_all_steps(plan, step, model(), dp.noise_stream(SEED), data)
 
         return train
 

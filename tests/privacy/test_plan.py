@@ -430,6 +430,8 @@ def test_json_of_earlier_releases_is_read():
         ({"sampling": {"kind": "bins"}}, "sampling must have a kind of poisson.*found 'bins'"),
         ({"sampling": {"kind": "poisson", "cycle": 3}}, "sampling of kind poisson .*'cycle'"),
         ({"sampling": {"kind": "balls_in_bins"}}, "sampling of kind .* missing .*'cycle'"),
+        ({"noise": {"strategy": [1.0]}}, "noise has other keys.* missing .*'noising'"),
+        ('{"delta": 1e-5, "steps": 2, "delta": 0.5}', "keys delta, steps is there twice"),
         ({"noise": {"noises": [1.0]}}, "noise has other keys.*'noises'"),
         ({"noise": {"noising": 1.0, "strategy": [1.0]}}, "^noising must be a tuple of numbers"),
         ({"unit": {"kind": "rows", "per_step": 2}}, "unit must have a kind of users.*'rows'"),
