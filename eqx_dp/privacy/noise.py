@@ -284,7 +284,8 @@ def no_past(params: PyTree[Any], correlation: Banded, rules: ShardingRules | Non
     leaves = jax.tree_util.tree_leaves_with_path(params)
 
     def zeros(path: tuple[Any, ...], x: Any) -> Any:
-        return _placed((jnp.zeros(x.shape, jnp.uint32),) * 2, path, rules)
+        # Two buffers, as a step donates both.
+        return _placed(tuple(jnp.zeros(x.shape, jnp.uint32) for _ in range(2)), path, rules)
 
     return tuple([zeros(path, x) for path, x in leaves] for _ in range(correlation.kept))
 

@@ -77,8 +77,16 @@ def test_a_step_is_the_loop_written_out():
     assert not np.array_equal(leaves(state.model)[0], leaves(model)[0])
 
 
-def test_a_step_uses_up_its_state_and_not_the_caller_s_model():
-    model, step = small_model(), seeded()
+CORRELATED = {
+    "sampling": dp.sampling.CyclicPoisson(0.5, 4),
+    "noise": dp.Banded(strategy=(1.0, 0.5, 0.2)),
+}
+
+
+@pytest.mark.parametrize("how", [{"sampling_prob": 0.25}, CORRELATED], ids=["alone", "kept"])
+def test_a_step_uses_up_its_state_and_not_the_caller_s_model(how):
+    plan = dp.PrivacyPlan(steps=8, noise_multiplier=20.0, delta=1e-5, **how)
+    model, step = small_model(), seeded(plan)
     before, state = leaves(model), step.init(model)
     after = step(state, XS[:4], YS[:4], is_padding_example=np.zeros(4, bool))
     for kept, tree in ((False, (state.model, state.opt_state)), (True, after)):
