@@ -4,7 +4,8 @@ In a traced program it is one equation, whose mark states the bounds of its sums
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
@@ -30,11 +31,10 @@ from .arguments import Configuration, Examples
 from .blocks import BLOCK, added_roundoff
 from .choice import Choice, LeafCost
 from .clip import PerExample, TracedLoss
-from .factored import parts_of_uses
 from .gram import weighted_parts
-from .methods import clipped_sum
 from .microbatches import over_microbatches
 from .norms import has_float64, product_roundoff, unit_roundoff
+from .uses import parts_of_uses
 
 
 class Mark(NamedTuple):
@@ -228,7 +228,14 @@ def specs_of(
     return CallSpecs(of_params, of_frozen, sums, [*shared, *examples.specs()], cuts)
 
 
-def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:
+Results: TypeAlias = tuple[list[Array], PerExample]
+"""Sums of clipped gradients, and the values of single examples."""
+
+ClippedSum: TypeAlias = Callable[[TracedLoss, str, list[Array], Array], Results]
+"""`clipped_sum` in `methods.py`: it takes a loss, a method, a microbatch and its padding mask."""
+
+
+def run(clipped_sum: ClippedSum, prepared: Prepared, configuration: Configuration) -> Results:
     """Sums the clipped gradients of a batch; in a traced program that is one marked equation."""
     traced, examples = prepared.traced, prepared.examples
     # Constants stay constants: a derivative rule may read them as numbers.
@@ -251,24 +258,24 @@ def run(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], 
         configuration.unit,
     )
 
-    def function(operands: Any) -> tuple[list[Array], PerExample]:
+    def function(operands: Any) -> Results:
         (params, frozen, closed_over), *batch = operands
         left = iter(closed_over)
         known = [next(left) if isinstance(x, jax.core.Tracer) else x for x in consts]
         here = traced.with_arrays(params, frozen, known)
         its_own = examples._replace(batch=batch[0], keys=batch[1], is_padding_example=batch[2])
         its = prepared._replace(traced=here, examples=its_own)
-        return _spread(its, configuration)
+        return _spread(clipped_sum, its, configuration)
 
     batch = examples.batch, examples.keys, examples.is_padding_example
     return in_marked_equation("eqx_dp_clipped_sum", mark, function, (shared, *batch))
 
 
-def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Array], PerExample]:
+def _spread(clipped_sum: ClippedSum, prepared: Prepared, configuration: Configuration) -> Results:
     """Applies the method to a batch, one microbatch at a time, on every device to its own part."""
     traced, examples, specs = prepared.traced, prepared.examples, prepared.specs
     rules = configuration.sharding
-    on_device = functools.partial(_on_device, configuration)
+    on_device = functools.partial(_on_device, clipped_sum, configuration)
     if rules is None or specs is None:
         return on_device(prepared, examples.leaves, examples.is_padding_example)
 
@@ -279,7 +286,7 @@ def _spread(prepared: Prepared, configuration: Configuration) -> tuple[list[Arra
     may_stay, clipping = parts_that_stay(traced), traced.clipping
     num_counts = len(clipping.bounds) - len(clipping.clip_norms)
 
-    def function(shared: list[Any], batch: list[Array]) -> tuple[list[Array], PerExample]:
+    def function(shared: list[Any], batch: list[Array]) -> Results:
         # What may not stay is whole on a device from the start.
         shared = [x if i in may_stay else whole(x) for i, x in enumerate(shared)]
         params, rest = shared[:num_params], shared[num_params:]
@@ -310,14 +317,18 @@ def parts_that_stay(traced: TracedLoss) -> set[int]:
 
 
 def _on_device(
-    configuration: Configuration, prepared: Prepared, leaves: list[Array], mask: Array | None
-) -> tuple[list[Array], PerExample]:
+    clipped_sum: ClippedSum,
+    configuration: Configuration,
+    prepared: Prepared,
+    leaves: list[Array],
+    mask: Array | None,
+) -> Results:
     """The sums of a device's examples, and their per-example values."""
     traced, choice = prepared.traced, prepared.choice
     clipping = traced.clipping._replace(drift=prepared.drift(configuration.normalize_by != 1))
     traced = traced._replace(clipping=clipping)
 
-    def step(leaves: list[Array], is_padding: Array) -> tuple[list[Array], PerExample]:
+    def step(leaves: list[Array], is_padding: Array) -> Results:
         return clipped_sum(traced, choice.method, leaves, is_padding)
 
     shared = (*traced.params, *traced.frozen)

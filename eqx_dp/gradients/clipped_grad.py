@@ -35,6 +35,7 @@ from .arguments import (
 from .calls import Prepared, run, specs_of
 from .choice import DeviceBatch, choose, leaf_costs
 from .clip import PerExample, TracedLoss
+from .methods import clipped_sum
 from .program import Inputs, refuse_batch_norm, trace
 from .taps import find_uses
 
@@ -221,7 +222,7 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
         check_mask(self._sampling, is_padding_example)
         with made_for(self.sharding):
             prepared = self._prepare(model, batch, key, is_padding_example, clip_norm)
-            sums, per_example = run(prepared, self._configuration)
+            sums, per_example = run(clipped_sum, prepared, self._configuration)
         grads = [total / self._configuration.normalize_by for total in sums]
         leaves = prepared.structure.num_leaves
         tree = prepared.structure.unflatten(grads[:leaves])

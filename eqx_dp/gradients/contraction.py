@@ -34,15 +34,16 @@ class Contraction(Kind):
         _, _, free = self._dimensions(1 - self.operand)
         return math.prod(self.operands[1 - self.operand][i] for i in free)
 
-    def factors(self, residual: Any, cotangent: Array) -> tuple[Array, Array]:
+    def factors(self, residual: Any, cotangent: Array, dtype: Any) -> tuple[Array, Array]:
         """Batch dimensions are groups, the data's free ones time, contracted ones features."""
         contracted, batch, free = self._dimensions(1 - self.operand)
         groups, time = (math.prod(residual.shape[i] for i in axes) for axes in (batch, free))
         x = jnp.transpose(residual, (*batch, *free, *contracted)).reshape(groups, time, -1)
+        x = x.astype(dtype)
         # The result has batch dimensions first, then the free ones of the left and the right side.
         if self.operand == 1:
-            return x, cotangent.reshape(groups, time, -1)
-        return x, jnp.swapaxes(cotangent.reshape(groups, -1, time), 1, 2)
+            return x, cotangent.reshape(groups, time, -1).astype(dtype)
+        return x, jnp.swapaxes(cotangent.reshape(groups, -1, time), 1, 2).astype(dtype)
 
     @property
     def order(self) -> tuple[int, ...]:

@@ -52,14 +52,14 @@ class Convolution(Kind):
         images, _, *positions = self._sides[not self._cuts_cotangent]
         return images * math.prod(positions)
 
-    def factors(self, residual: Any, cotangent: Array) -> tuple[Array, Array]:
+    def factors(self, residual: Any, cotangent: Array, dtype: Any) -> tuple[Array, Array]:
         """Positions are time, a patch of one side and the channels of the other the two factors."""
-        x, g = self._columns(residual, cotangent)
+        x, g = self._columns(residual, cotangent, dtype)
         return jnp.swapaxes(x, 1, 2), jnp.swapaxes(g, 1, 2)
 
     def outer_products(self, residual: Any, cotangent: Array, dtype: Any) -> Array:
         """The gradient as matrices; the factors keep time as the last axis, without a copy."""
-        x, g = (side.astype(dtype) for side in self._columns(residual, cotangent))
+        x, g = self._columns(residual, cotangent, dtype)
         outputs_first = jnp.einsum("gpt,gkt->gpk", g, x, precision=PRECISION)
         return jnp.swapaxes(outputs_first, 1, 2)
 
@@ -80,7 +80,7 @@ class Convolution(Kind):
         image, result = self._sides
         return math.prod(image[2:]) < math.prod(result[2:])
 
-    def _columns(self, image: Any, cotangent: Array) -> tuple[Array, Array]:
+    def _columns(self, image: Any, cotangent: Array, dtype: Any) -> tuple[Array, Array]:
         """The factors, `(group, features, time)`; features of patches are channel x offset."""
         groups, numbers = self.param("feature_group_count"), self.param("dimension_numbers")
         sides = jnp.transpose(image, numbers.lhs_spec), jnp.transpose(cotangent, numbers.out_spec)
@@ -90,7 +90,8 @@ class Convolution(Kind):
 
         def by_group(x: Array) -> Array:
             x = x.reshape(images, groups, -1, positions)
-            return jnp.transpose(x, (1, 2, 0, 3)).reshape(groups, -1, images * positions)
+            x = jnp.transpose(x, (1, 2, 0, 3)).reshape(groups, -1, images * positions)
+            return x.astype(dtype)
 
         cut, other = map(by_group, (patches, sides[not is_cut]))
         return (other, cut) if is_cut else (cut, other)

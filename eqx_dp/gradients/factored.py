@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..isolation import of_one
 from ..precision import stage
+from ..rewrites import computed_once
 from ..sharding import evaluated_whole, whole
 from .blocks import in_blocks
 from .gram import (
@@ -32,7 +33,7 @@ from .gram import (
     sum_of_products,
     to_common_scale,
 )
-from .leaves import LeafGradient, Measure, combined, computed_once, norm_and_bound
+from .leaves import LeafGradient, Measure, combined, norm_and_bound
 from .norms import contracted, halves, norm_error, norms, unit_roundoff, without_subnormal
 from .uses import Member, ParamUse, Scattering, overlaps, parts_of_uses
 
@@ -186,10 +187,7 @@ def sides(
 ) -> tuple[Any, Float[Array, "batch group time features_out"]]:
     """All examples' outer products."""
     x, g = jax.vmap(lambda r, g: use.factors(r, g, dtype))(residual, cotangent)
-    if not use.kind.is_one_hot:
-        return x, g
-    rows, (_, num_rows, _) = x[..., 0], use.matrices
-    return OneHot(rows), jnp.where((rows < num_rows)[..., None], g, 0)
+    return OneHot(x[..., 0]) if use.kind.is_one_hot else x, g
 
 
 def weighted(

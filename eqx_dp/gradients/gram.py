@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .leaves import computed_once
+from ..rewrites import computed_once
 from .norms import (
     SPLIT,
     contracted,

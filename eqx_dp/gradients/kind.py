@@ -39,8 +39,7 @@ class Kind(abc.ABC):
 
     Attributes:
         name: for `explain`.
-        is_one_hot: whether the data's vectors are one-hot. They are then given by their rows, and a
-            row that the matrix does not have stands for zero.
+        is_one_hot: whether the data's vectors are one-hot, and given by their rows.
         always: why a leaf that has such uses alone is factored, whatever it costs; "" where
             costs decide.
         has_rule: whether a parameter that is formed has its gradient from `outer_products`, not
@@ -89,18 +88,18 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def factors(
-        self, residual: Any, cotangent: Array
+        self, residual: Any, cotangent: Array, dtype: Any
     ) -> tuple[Array, Float[Array, "group time features_out"]]:
-        """The vectors of all outer products: (group, time, in), and of the cotangent.
+        """The vectors of all outer products, cast: (group, time, in), and of the cotangent.
 
-        One-hot vectors are given as (group, time, 1).
+        One-hot vectors are given by their rows, (group, time, 1), as they are.
         """
 
     def outer_products(
         self, residual: Any, cotangent: Array, dtype: Any
     ) -> Float[Array, "group features_in features_out"]:
         """The gradient as matrices, of vectors that are cast to a dtype first."""
-        x, g = (side.astype(dtype) for side in self.factors(residual, cotangent))
+        x, g = self.factors(residual, cotangent, dtype)
         return jnp.einsum("gtk,gtp->gkp", x, g, precision=PRECISION)
 
     @property

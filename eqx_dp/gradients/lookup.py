@@ -62,10 +62,10 @@ class Lookup(Kind):
         # no gradient, as in jax.grad.
         return jnp.where((indices >= 0) & (indices < rows), indices, rows).astype(int)
 
-    def factors(self, residual: Any, cotangent: Array) -> tuple[Array, Array]:
-        """Rows, and their cotangents."""
+    def factors(self, residual: Any, cotangent: Array, dtype: Any) -> tuple[Array, Array]:
+        """Rows, and their cotangents, which are zero where a lookup finds none."""
         if (numbers := self.param("dimension_numbers")) is not None:
             batch = [i for i in range(cotangent.ndim) if i not in numbers.offset_dims]
             cotangent = jnp.transpose(cotangent, (*batch, *numbers.offset_dims))
-        entries = math.prod(self.shape[1:])
-        return residual[None, :, None], cotangent.reshape(1, residual.size, entries)
+        x, g = residual[:, None], cotangent.astype(dtype).reshape(residual.size, -1)
+        return x[None], jnp.where(x < self.shape[0], g, 0)[None]

@@ -27,10 +27,11 @@ from jaxtyping import Array, Bool, Float
 
 from ..isolation import of_one
 from ..precision import stage
+from ..rewrites import computed_once
 from ..sharding import whole
 from .clip import PerExample, TracedLoss, clip_and_sum
 from .factored import FormedUse, LeafForm, MeasuredUse, leaf_gradient, of_slices
-from .leaves import LeafGradient, computed_once, no_gradient
+from .leaves import LeafGradient, no_gradient
 from .taps import AtUse, evaluate
 from .uses import Address, Uses, scattering_of
 

@@ -136,13 +136,12 @@ class ParamUse(NamedTuple):
         """One example's factors: scans over slices make groups, scans over time more time."""
 
         def of_one(residual: Any, cotangent: Array) -> tuple[Array, Array]:
-            return self.kind.factors(self.restored(residual), cotangent)
+            return self.kind.factors(self.restored(residual), cotangent, dtype)
 
         for _ in self.scans:
             of_one = jax.vmap(of_one)
         x, g = of_one(residual, cotangent)
-        x = x if self.kind.is_one_hot else x.astype(dtype)  # rows stay whole numbers
-        return self._fold_scans(x), self._fold_scans(g.astype(dtype))
+        return self._fold_scans(x), self._fold_scans(g)
 
     def _fold_scans(self, factor: Array) -> Array:
         """`(*scans, group, time, features)` to `(slices x group, scans x time, features)`."""

@@ -1,7 +1,8 @@
-"""Programs rewritten into programs of the same inputs and results."""
+"""Programs rewritten into programs of the same inputs and results, for what compilers do."""
 
 from .channels_last import channels_last as channels_last
 from .compiled import fit_for_compiler as fit_for_compiler
+from .once import computed_once as computed_once
 from .ones import without_ones as without_ones
 from .ragged import with_masked_products as with_masked_products
 from .thin_products import safe_in_conditionals as safe_in_conditionals

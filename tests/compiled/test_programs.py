@@ -5,7 +5,7 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.device import made_for
-from eqx_dp.gradients.leaves import computed_once
+from eqx_dp.rewrites import computed_once
 from tests.benchmarks.compiled import OURS, compiled, gradient, mesh_of, on_mesh
 from tests.benchmarks.rows import gpt, mlp
 

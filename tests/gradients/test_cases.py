@@ -210,8 +210,8 @@ class Scale(Kind):
     def matrix_axes(self) -> MatrixAxes:
         return MatrixAxes(self.shape, tuple(range(len(self.shape))), (), ())
 
-    def factors(self, residual: Any, cotangent: Any) -> tuple[Any, Any]:
-        return residual.reshape(-1, 1, 1), cotangent.reshape(-1, 1, 1)
+    def factors(self, residual: Any, cotangent: Any, dtype: Any) -> tuple[Any, Any]:
+        return residual.astype(dtype).reshape(-1, 1, 1), cotangent.astype(dtype).reshape(-1, 1, 1)
 
 
 @pytest.mark.parametrize("method", FACTORING)
