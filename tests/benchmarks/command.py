@@ -54,6 +54,7 @@ TITLES = {
     "large_gpt": "GPTs of 300M and 1B parameters",
     "compiled": "Programs of GPUs and TPUs",
     "checks": "The check of privacy, attacked",
+    "losses": "The clip norm, attacked",
     "recorded": "Calls into noise, recorded and replayed",
     "audit": "Runs with canaries, attacked",
     "attacks": "An image from a gradient, members from a model",

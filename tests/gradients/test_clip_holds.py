@@ -218,16 +218,19 @@ def test_derived_weights_and_terms(name, method):
     assert (shares(LOSSES[name], method)["ordinary"] >= 0.9999).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("seed", range(8))
-def test_compositions(seed, method):
+def composition(seed):
     """Two losses of one matrix, drawn at random, of which the second sees it bent."""
     names = [name for name, (*_, shape) in LOSSES.items() if shape == (5, 8)]
     one, other = (LOSSES[name] for name in np.random.default_rng(seed).choice(names, 2))
     bend = (jnp.sin, jax.checkpoint(jnp.tanh), jnp.abs, lambda w: 1e15 * w)[seed % 4]
-    loss = lambda w, *its: one[0](w, *its) + other[0](bend(w), *its)  # noqa: E731
-    shares((loss, *one[1:]), method)
+    return lambda w, *its: one[0](w, *its) + other[0](bend(w), *its), *one[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seed", range(8))
+def test_compositions(seed, method):
+    shares(composition(seed), method)
 
 
 PRESETS = ["mixed_bfloat16", "mixed_float16", "bfloat16", "mixed_float8"]
