@@ -1,6 +1,7 @@
 """The pages for people: their links lead somewhere, and what they say of the rooms is so."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -31,18 +32,29 @@ def test_every_room_is_in_the_table_of_rooms():
     assert folders <= set(ROOMS)
 
 
-def rooms_above(source: str) -> set[str]:
-    """The rooms that a file of a room imports, whatever depth it stands at."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    modules = [node.module or "" for node in nodes if node.level > 1]
-    return {module.split(".")[0] for module in modules} & set(ROOMS)
-
-
 def test_a_room_imports_the_rooms_above_it_alone():
     for i, room in enumerate(ROOMS):
         for path in (ROOT / "eqx_dp" / room).rglob("*.py"):
-            found = rooms_above(path.read_text("utf-8")) - set(ROOMS[: i + 1])
+            nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+            above = [x.module or "" for x in nodes if isinstance(x, ast.ImportFrom) and x.level > 1]
+            found = {module.split(".")[0] for module in above} & set(ROOMS[i + 1 :])
             assert not found, f"{path} imports {found}, which are below {room}"
+
+
+@functools.cache
+def floors(path: Path) -> int:
+    """The longest chain of imports, not those for types alone, from a module within its room."""
+    nodes = [x for x in ast.parse(path.read_text("utf-8")).body if isinstance(x, ast.ImportFrom)]
+    names = {x.module or name.name for x in nodes if x.level == 1 for name in x.names}
+    return 1 + max([floors(path.with_name(f"{name}.py")) for name in names], default=0)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_at_most_26_modules_on_7_floors(room):
+    modules = set((ROOT / "eqx_dp" / room).glob("*.py"))
+    assert len(modules) <= 26
+    # The roof of all is `__init__.py`. One room is still to be brought down.
+    assert max(map(floors, modules)) - 1 <= {"privacy": 8}.get(room, 7)
 
 
 @pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
