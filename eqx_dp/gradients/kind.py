@@ -2,6 +2,11 @@
 
 There is one file and one class a kind, and an entry in `KINDS` (`taps.py`). No other file asks
 which kind a use is.
+
+Three things are no kind's own. Norm, bound and sum are a leaf's: the uses of one leaf may be of two
+kinds (a table that is looked up, and multiplied by the output), and what counts are inner products
+between them. They follow from the vectors, of which `is_one_hot` says how they are given; so does
+their cost. And a policy says which products are narrow, among them those that no parameter enters.
 """
 
 import abc
