@@ -10,11 +10,11 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from ..expected import function
 from ..precision import JmpPolicy, Policy, checked_policy
+from ..programs import Context
 from ..shown import function_name, some
 from ..tables import Part, tabular
 from ..trees import PyTree
 from .arguments import arguments_of, arrays_in, coming_back
-from .flow import Context
 from .precision_flow import Operation, PrecisionFlow, Violation
 from .privacy_report import as_json
 from .widths import Facts, known_width

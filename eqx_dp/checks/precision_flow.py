@@ -14,12 +14,14 @@ from ..programs import (
     COLLECTIVES,
     REARRANGED,
     SUMS_OF_DEVICES,
+    Context,
+    Flow,
     equation_flops,
     has_free_dimensions,
     named,
 )
 from . import widths
-from .flow import Context, Flow, dtype_of, size_of
+from .variables import dtype_of, size_of
 from .widths import CONTRACTIONS, Draw, Facts, Width, known_width, width_of_variable
 
 
@@ -151,8 +153,6 @@ class PrecisionFlow(Flow[Facts]):
         if context.is_final:
             if name in CONTRACTIONS:
                 self._contraction(case)
-            if stage == "loss" and equation.primitive is convert_element_type_p:
-                self._operand_cast(case)
             if stage == "loss" and name in _STATISTICS and not is_backward(context.scope):
                 self._statistic(case)
             if stage in _ACCUMULATING:
@@ -273,18 +273,6 @@ class PrecisionFlow(Flow[Facts]):
         # If a primitive does not take two formats, both become one that holds both.
         elif not dtypes <= names and (len(names) == 1 or len(dtypes) > 1):
             self._violation(shown, name, found, line)
-
-    def _operand_cast(self, case: _Case) -> None:
-        """If operands are scaled, only the engine, which sees one example, may cast to 8 bits.
-
-        A scale of the user's could come from a batch, or from earlier steps.
-        """
-        matmul, width = self.policy.matmul, width_of_variable(case.equation.outvars[0])
-        is_scaled = matmul is not None and matmul.scaling != "none"
-        is_ours = is_in_narrow_product(case.context.scope)
-        if matmul and is_scaled and width and widths.is_float8([width]) and not is_ours:
-            found = f"a cast to {width.name} with a scale that the engine did not choose, or none"
-            self._violation("operand", f"scaling {matmul.scaling}", found, case.context.line)
 
     def _is_as_precise(self, case: _Case, shown: str) -> None:
         """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""

@@ -12,18 +12,17 @@ from jax.tree_util import tree_leaves_with_path
 from ..expected import expect, function
 from ..paths import dotted
 from ..privacy import PrivacyPlan, Sampler
-from ..programs import users_line
+from ..programs import Context, users_line
 from ..sharding import check_whole
 from ..shown import shown, some
 from ..trees import is_key, is_shape
 from .arguments import Argument, arguments_of, coming_back, masks_among, statics_among, under
 from .facts import ANY, DATA, EVEN, Fact, Reach, Row, of_array
-from .flow import Context
 from .privacy_flow import PrivacyFlow
 from .privacy_report import PrivacyReport
 from .record import Record
 from .roles import MASK
-from .streams import KEY, Given, Key, Stream
+from .streams import CALL, KEY, Given, Key, Stream
 from .verdict import Result, report_on
 
 
@@ -191,7 +190,7 @@ def _public(i: int, argument: Argument) -> Fact:
     if is_key(argument.leaf):
         is_plain = not places and "rbg" not in str(argument.leaf.dtype)  # whose children differ
         return Fact(places=places, token=Key(i) if is_plain else None)
-    return Fact(places=places, token=Given(i))
+    return Fact(places=places, turns=frozenset({CALL}), token=Given(i))
 
 
 def _check_keys(record: Record) -> None:
@@ -217,12 +216,10 @@ def _check_arguments(
         found = f"{some(statics, 3)}: private, and no array. It is part of the program, so all that"
         record.add("release", f"{found} the step returns may depend on it", "the arguments")
     for value in record.constants:
-        shape, places = np.shape(value), of_array(value).places
-        is_long = shape[0] in lengths and places[:1] != (EVEN,)
-        is_long |= any(n == of_data and p != EVEN for n, p in zip(shape, places, strict=False))
-        if is_long:
-            found = f"the step closes over an array of shape {shape}, as long as the batch or data"
-            record.add("examples apart", found, "the step")
+        known = enumerate(zip(np.shape(value), of_array(value).places, strict=True))
+        if any(p != EVEN and (n == of_data or (not d and n in lengths)) for d, (n, p) in known):
+            found = f"the step closes over an array of shape {np.shape(value)}, as long as the "
+            record.add("examples apart", f"{found}batch or data", "the step")
     own = [row for row in rows if not isinstance(row, jax.Array) or row.is_fully_addressable]
     if jax.process_count() > 1 and any(not is_shape(row) for row in own):
         found = "there are several processes, and private arguments are arrays of this one alone: "

@@ -6,12 +6,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..privacy import Banded
-from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
+from ..programs import ENTRY_BY_ENTRY, UNCHANGED, Context, named
 from .facts import Fact, Sum, reached, turns_of
-from .flow import Context, dtype_of, size_of
+from .variables import dtype_of, size_of
 
 _MOVED = UNCHANGED | named(
     "convert_element_type neg reshape rev transpose squeeze broadcast_in_dim"
@@ -68,6 +68,21 @@ def added(sums: Sequence[Sum]) -> Sum | None:
     leaves = {term.leaf for term in terms}
     is_apart = len(leaves) == len({name for name, _ in leaves})
     return sums[0]._replace(terms=tuple(terms)) if is_apart else None
+
+
+def is_added_to(body: Jaxpr, start: int, end: int) -> bool:
+    """Whether a loop does nothing with a value that it carries but add something to it once.
+
+    Args:
+        body: of the loop.
+        start: which of its arguments the value is, at the beginning of a turn.
+        end: which of its results it is, at the end.
+    """
+    before = body.invars[start]
+    users = [one for one in body.eqns if before in one.invars]
+    is_alone = [one.outvars for one in users] == [[body.outvars[end]]]
+    is_alone = is_alone and before not in body.outvars
+    return is_alone and users[0].primitive.name in ADDITIONS
 
 
 class Source(NamedTuple):
