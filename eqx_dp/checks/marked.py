@@ -163,12 +163,12 @@ def noise(
     count = PAST + 2 * size * mark.correlation.kept
     stream = state_of([fact.token for fact in state], count)
     is_plain = len(state) == count == len(equation.outvars) - size
-    is_plain = is_plain and models_of(equation) is not None
+    is_plain = is_plain and models_of(equation) is not None and not context.is_choice
     if not size:
         return state
     if stream is None or not is_plain:
         is_constant = bool(state) and state[0].token == CONSTANT
-        found = "the noise is not of a stream that comes in as an argument"
+        found = "the noise is in a branch, or not of a stream that comes in as an argument"
         found += ": its key is a constant, the same in each call" * is_constant
         record.note(context, "fresh noise", found, is_constant)
         return [_unbounded(context)] * len(equation.outvars)

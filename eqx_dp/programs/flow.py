@@ -35,6 +35,7 @@ class Context(NamedTuple):
         is_final: False while the facts about a loop's carry are still being found.
         path: the enclosing equations and the current one, to distinguish two calls of one program.
         loops: around it, and devices that each run it, outermost first.
+        is_choice: whether it is in a branch of a choice.
         line_of: finds the source line of an equation, given the line of the enclosing equation.
     """
 
@@ -44,6 +45,7 @@ class Context(NamedTuple):
     is_final: bool = True
     path: tuple[int, ...] = ()
     loops: tuple[Loop, ...] = ()
+    is_choice: bool = False
     line_of: Callable[[JaxprEqn, str], str] = lambda equation, _: source_line(equation)
 
     def at(self, equation: JaxprEqn) -> "Context":
@@ -123,7 +125,8 @@ class Flow(abc.ABC, Generic[Fact]):
                 (by,) = self.program(loop.condition, [*of_condition, *carry], turn)
                 return self.steered(context, by, carry)
             case Cond() as cond:
-                found = [self.program(body, inputs[1:], context) for body in cond.branches]
+                branch = context._replace(is_choice=True)
+                found = [self.program(body, inputs[1:], branch) for body in cond.branches]
                 joined = [self.joined(facts) for facts in zip(*found, strict=True)]
                 return self.steered(context, inputs[0], joined)
             case LinearSolve() as system:
@@ -137,14 +140,11 @@ class Flow(abc.ABC, Generic[Fact]):
         The parts of its operands are constants, carry and slices.
         """
         consts, carry, slices = parts
+        size, before = len(carry), context._replace(is_final=False)
 
         def step(carry: list[Fact], context: Context) -> list[Fact]:
             return self.program(body, [*consts, *carry, *slices], context)
 
-        before = context._replace(is_final=False)
-        carry = settled(
-            lambda entry: step(entry, before)[: len(carry)],
-            carry,
-            lambda start, end: self.joined([start, end]),
-        )
-        return [*carry, *step(carry, context)[len(carry) :]]
+        join = lambda start, end: self.joined([start, end])  # noqa: E731
+        carry = settled(lambda carry: step(carry, before)[:size], carry, join)
+        return [*carry, *step(carry, context)[size:]]
