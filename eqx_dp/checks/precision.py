@@ -182,14 +182,14 @@ def check_precision(
             "filter_clipped_grad returns nor a privatizer. Pass the whole training step."
         )
     flow.idle_rules()
-    violations = (*flow.violations, *_stored_otherwise(flow, results, outputs, returns))
+    stored = _stored_otherwise(flow, results, outputs, returns)
     notes = {
         "the policy is unsafe: the privacy guarantee does not hold": declared.unsafe,
         "no clipped sum of the engine's is in the program": "sum" not in flow.stages,
         "a clipped sum is returned without noise": any(facts.clipped for facts in outputs),
     }
     said = tuple(note for note, is_so in notes.items() if is_so)
-    return PrecisionReport(declared, violations, flow.operations, said)
+    return PrecisionReport(declared, (*flow.violations, *stored), flow.operations, said)
 
 
 def _stored_otherwise(
@@ -227,5 +227,4 @@ def _stored_otherwise(
 
 
 def _is_state(node: Any) -> bool:
-    is_named_tuple = isinstance(node, tuple) and hasattr(node, "_fields")
-    return is_named_tuple and type(node).__module__.split(".")[0] == "optax"
+    return isinstance(node, tuple) and type(node).__module__.split(".")[0] == "optax"

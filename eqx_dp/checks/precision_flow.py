@@ -153,6 +153,8 @@ class PrecisionFlow(Flow[Facts]):
         if context.is_final:
             if name in CONTRACTIONS:
                 self._contraction(case)
+            if stage == "loss" and equation.primitive is convert_element_type_p:
+                self._operand_cast(case)
             if stage == "loss" and name in _STATISTICS and not is_backward(context.scope):
                 self._statistic(case)
             if stage in _ACCUMULATING:
@@ -181,8 +183,7 @@ class PrecisionFlow(Flow[Facts]):
         """Checks, once all is seen, that some module of the loss runs under each rule."""
         for rule in self.policy.modules if "loss" in self.stages else ():
             if rule.match not in self._rules_met and not rule.optional:
-                declared = f"{rule.match}={rule.compute_dtype}"
-                found = "no call of a module under this rule"
+                declared, found = f"{rule.match}={rule.compute_dtype}", "no call of a module"
                 self._violation("module rule", declared, found, "anywhere in the loss")
 
     def _violation(self, stage: str, declared: str, found: str, line: str) -> None:
@@ -257,8 +258,7 @@ class PrecisionFlow(Flow[Facts]):
         if narrower:
             self._violation(shown, name, f"{narrower[0]}, narrower", line)
         elif not (any(as_declared) if shown == "backward" else all(as_declared)):
-            hint = " (as jnp.zeros(n) is; take jnp.zeros(n, x.dtype))" * any(as_declared)
-            self._violation(shown, name, f"{widths.shown_product(operands)}, wider{hint}", line)
+            self._violation(shown, name, f"{widths.shown_product(operands)}, wider", line)
 
     def _runs_narrow(self, case: _Case, operands: list[Width], matmul: Matmul, shown: str) -> None:
         """A product of matrices in the loss is the engine's, in the dtypes of `matmul`."""
@@ -274,12 +274,23 @@ class PrecisionFlow(Flow[Facts]):
         elif not dtypes <= names and (len(names) == 1 or len(dtypes) > 1):
             self._violation(shown, name, found, line)
 
+    def _operand_cast(self, case: _Case) -> None:
+        """If operands are scaled, only the engine, which sees one example, may cast to 8 bits.
+
+        A scale of the user's could come from a batch, or from earlier steps.
+        """
+        matmul, width = self.policy.matmul, width_of_variable(case.equation.outvars[0])
+        is_scaled = matmul is not None and matmul.scaling != "none"
+        is_ours = is_in_narrow_product(case.context.scope)
+        if matmul and is_scaled and width and widths.is_float8([width]) and not is_ours:
+            found = f"a cast to {width.name} with a scale that the engine did not choose, or none"
+            self._violation("operand", f"scaling {matmul.scaling}", found, case.context.line)
+
     def _is_as_precise(self, case: _Case, shown: str) -> None:
         """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""
         inside, declared = widths.narrowest_inside(case.equation), self.policy.matmul_precision
         if inside is not None and inside.digits < _KEPT[declared]:
-            name = f"matmul_precision {declared}"
-            self._violation(shown, name, inside.name, self._where(case))
+            self._violation(shown, f"matmul_precision {declared}", inside.name, self._where(case))
 
     def _accumulates(self, case: _Case, stage: str) -> None:
         """Every value between the gradients of single examples and their sum is wide."""
@@ -292,8 +303,8 @@ class PrecisionFlow(Flow[Facts]):
             if width is None:
                 continue
             if name in _SUMS and stage in ("sum", "microbatches"):
-                kind, size = "sum over examples", size_of(variable)
-                self._count(case.context, kind, shown, width.name, size, line)
+                size = size_of(variable)
+                self._count(case.context, "sum over examples", shown, width.name, size, line)
             # Parts of a wide number are narrow; their products are not.
             is_part = is_in_narrow_product(case.context.scope) and name not in widths.CONTRACTIONS
             if (narrows or name in _ARITHMETIC) and not is_part:
@@ -315,9 +326,8 @@ class PrecisionFlow(Flow[Facts]):
     def _addition(self, case: _Case, noise: Facts) -> None:
         """Noise is drawn, scaled and added wide."""
         variable, shown, line = case.equation.outvars[0], _STAGES["noise"], case.context.line
-        width = width_of_variable(variable)
         self._count(case.context, shown, shown, str(dtype_of(variable)), size_of(variable), line)
-        self._at_least(self._noise, width, shown, line)
+        self._at_least(self._noise, width_of_variable(variable), shown, line)
         narrowest, shown = noise.narrowest, _STAGES["draw"]
         for draw in sorted(noise.draws):
             dtype = f"{draw.bits} bits" if narrowest is None else narrowest.name
@@ -359,8 +369,8 @@ class PrecisionFlow(Flow[Facts]):
 def _drawn(context: Context, equation: JaxprEqn, arguments: frozenset[int]) -> Facts:
     variable = equation.outvars[-1]  # of several, the first is the generator's next state
     bits = equation.params.get("bit_width", 8 * dtype_of(variable).itemsize)
-    draw = Draw(context.line, int(bits), size_of(variable), arguments)
-    return Facts(draws=frozenset({draw}), arguments=arguments)
+    draws = frozenset({Draw(context.line, int(bits), size_of(variable), arguments)})
+    return Facts(draws=draws, arguments=arguments)
 
 
 def _noise_added(case: _Case) -> Facts | None:
@@ -370,9 +380,8 @@ def _noise_added(case: _Case) -> Facts | None:
     of the engine's own noise are.
     """
     _, equation, inputs, stage = case
-    if equation.primitive.name not in _ADDITIONS:
-        return None
-    if stage != "noise" and width_of_variable(equation.outvars[0]) is None:
+    is_float = stage == "noise" or width_of_variable(equation.outvars[0]) is not None
+    if equation.primitive.name not in _ADDITIONS or not is_float:
         return None
     drawn = [facts for facts in inputs if facts.draws and not facts.clipped]
     if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):

@@ -143,7 +143,7 @@ def _streams(record: Record, results: Sequence[Result]) -> None:
             continue
         root, token = argument.stream[0], back.get(i)
         is_own = isinstance(token, Stream) and (token.root, token.part) == argument.stream
-        is_old = is_own and (root, token.at) in record.drawn
+        is_old = isinstance(token, Stream) and is_own and (root, token.at) in record.drawn
         if is_old or not is_own:
             text = f"the stream of noise {argument.names[-1]} does not go out at its place, as its "
             record.add("fresh noise", f"{text}last draw left it", used[root], is_old)

@@ -216,7 +216,7 @@ def test_a_step_of_make_step_knows_its_plan_and_its_examples():
 def test_an_infinite_clip_norm_bounds_nothing():
     report = report_on(steps.noised_by(steps.with_noise, steps.clipped(l2_clip_norm=math.inf)))
     assert report.noise_multiplier == 0
-    assert "unbounded" in str(report)
+    assert not report.ok
 
 
 def looked_at(look):
@@ -243,11 +243,8 @@ def test_a_solver_that_throws_is_told_not_to_and_a_print_is_not_taken_for_it():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("constant_key", "the key of the noise is a constant"),
-        (
-            "noise_of_half_the_plan",
-            "standard deviation 0.12, sensitivity of all releases of a step together 0.2",
-        ),
+        ("constant_key", "its key is a constant"),
+        ("noise_of_half_the_plan", "multiplier is 0.6, and the plan accounts for 1.2"),
         ("uniform_noise", "dp.add_noise"),
     ],
 )
