@@ -64,8 +64,9 @@ def check_privacy(
       and how many steps a call takes, are at least as the plan has them.
     - **fresh noise**: the stream of the noise comes in as an argument, each state gives one
       noise, and the last state goes out at the same place; nothing else reads its key. The
-      loss's key is an argument that the caller gives anew to each call, or one that the state
-      keeps, with a counter of the state folded in (`fold_in`); nothing else follows from it.
+      loss's key is an argument that the caller gives anew to each call; a child of one
+      (`split`), of which another child comes back; or one that the state keeps, with a number
+      of the call folded in (`fold_in`). Nothing else follows from it.
     - **side door**: no private value goes into a callback, a print, `eqx.error_if` or a mutable
       array, or decides how long a loop runs or which branch is taken (outside of the engine).
     - **sampling**: a `sampler` that is given draws as the plan accounts for.
@@ -82,9 +83,9 @@ def check_privacy(
       index differ, except those of padding. Each batch of a stack is a separate sample.
     - All other arguments are the same for every example, and are chosen without the data. So are
       arrays that the step closes over, and what host functions return inside of a loss.
-    - Results come back as the arguments at their places. What the caller gives to each call anew is
-      another one each time (`notes` names it). Streams and keys among the arguments are independent
-      and secret.
+    - Results come back as the arguments at their places. The loss's key is another one in each
+      call, where the caller gives it anew or a number is folded in (`notes` names it). Streams and
+      keys among the arguments are independent and secret.
     - It trusts JAX's batching rules, the bounds that engine and noise state, `dp_accounting`, and
       real arithmetic. (For rounding there are `check_precision` and the engine's bounds.)
 
@@ -97,8 +98,8 @@ def check_privacy(
     - noise drawn by `jax.random.normal`; a sum that other code clipped; a clipped sum that is
       flattened, cut, or multiplied by anything but a constant number before the noise: undecided.
     - a value without noise that stays in the state: undecided, since nobody may see it.
-    - a key of the loss that comes from `jax.random.split` in the step: undecided.
-    - slices of a batch (`x[i::k]`), other gathers, casts of bits: undecided.
+    - slices of a batch (`x[i::k]`), other gathers, casts of bits: undecided. So is a mask that is
+      computed from indices (`index < 0`): give one beside them.
     - constants or random numbers that differ by slot: undecided, because removing an example
       shifts the slots.
     - private values in a `shard_map` by hand: undecided (the engine's `sharding=` spreads rows).

@@ -387,8 +387,8 @@ def scanned_indices():
         return lax.scan(step, (params, state), chosen)[0]
 
     index = jnp.stack([jnp.where(data()[2], -1, jnp.arange(SLOTS))] * 3)
-    batch, private = (*data()[:2], index, index < 0), (2, 3, 4, 5)
-    return by_hand(epoch, model=params, state=first_state(params), batch=batch, private=private)
+    batch = {"batch": (*data()[:2], index, index < 0), "private": (2, 3, 4, 5)}
+    return by_hand(epoch, model=params, state=first_state(params), **batch)
 
 
 def rules_and_the_plan():
@@ -427,10 +427,6 @@ def chunks(at):
 # More of what users write.
 
 PROJECTION, BACKBONE = jnp.ones((WIDTH, WIDTH)), eqx.nn.MLP(WIDTH, WIDTH, 4, 1, key=SECRET_KEY)
-
-
-def smoothed(x):
-    return jnp.convolve(x, jnp.ones(3), "same")
 
 
 VIEWS = {
