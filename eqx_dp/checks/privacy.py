@@ -96,7 +96,7 @@ def check_privacy(
     - noise after a nonlinear optimizer: undecided: the sensitivity is unknown.
     - a call that takes several steps in a scan: `steps` of the plan, each on its own batch.
     - noise drawn by `jax.random.normal`; a sum that other code clipped; a clipped sum that is
-      flattened, cut, or multiplied by anything but a constant number before the noise: undecided.
+      cut, or multiplied by anything but a constant number before the noise: undecided.
     - a value without noise that stays in the state: undecided, since nobody may see it.
     - slices of a batch (`x[i::k]`), other gathers, casts of bits: undecided. So is a mask that is
       computed from indices (`index < 0`): give one beside them.

@@ -37,8 +37,11 @@ def _linear(equation: JaxprEqn, inputs: list[Fact]) -> Sum | None:
     name = equation.primitive.name
     sums = [fact.sum for fact in inputs if fact.sum is not None]
     sizes, result = [size_of(v) for v in equation.invars], size_of(equation.outvars[0])
-    is_beside = all(fact.is_public or n == result for fact, n in zip(inputs, sizes, strict=True))
-    if not is_beside or len({found.over for found in sums}) > 1:
+    if len({found.over for found in sums}) > 1:
+        return None
+    if name == "concatenate":  # side by side
+        return sums[0]._replace(terms=tuple(term for one in sums for term in one.terms))
+    if not all(fact.is_public or n == result for fact, n in zip(inputs, sizes, strict=True)):
         return None
     if name in _MOVED:
         before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
@@ -126,7 +129,7 @@ def noise_multiplier(releases: Sequence[Release], sources: Mapping[Any, Source])
     standard deviation of its noise. The result is 1 / max |M x|. Arrays of the same clipped sums
     are taken together, and the others add in squares. By Minkowski, |M x| is at most the sum over
     clipped sums of the norm of their columns times their bound. Each array is of one leaf of a
-    clipped sum, so that norm is the largest of a leaf.
+    clipped sum, or several of them side by side, so that norm is the largest of a leaf.
     """
     squares = defaultdict[frozenset[Any], defaultdict[Any, float]](lambda: defaultdict(float))
     for release in releases:

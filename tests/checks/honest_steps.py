@@ -287,6 +287,7 @@ NOISED_BY = {
     "noise_for_replace_one": (lambda g, k: with_noise(g, k, 2 * STDDEV), {"plan": REPLACE_ONE}),
     "noise_under_jit_and_remat": under_jit_and_remat,
     "sparse": sparse,
+    "flat": turned,
     "checked": checked,
     "skipped_by_the_noisy_norm": skipped_by_the_noisy_norm,
     "behind_a_barrier": lambda g, k: lax.optimization_barrier(
@@ -610,7 +611,6 @@ BY_LOOPS = {
 # Noise by hand: dp.add_noise is what the check knows.
 BY_NORMALS = {
     "normals": with_normals,
-    "flat": turned,
     "taken_away": lambda g, k: added(g, scaled(-1.0, noise_alone(g, k))),
 }
 
