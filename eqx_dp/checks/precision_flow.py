@@ -380,10 +380,10 @@ def _noise_added(case: _Case) -> Facts | None:
     of the engine's own noise are.
     """
     _, equation, inputs, stage = case
-    is_float = stage == "noise" or width_of_variable(equation.outvars[0]) is not None
-    if equation.primitive.name not in _ADDITIONS or not is_float:
+    if equation.primitive.name not in _ADDITIONS:
         return None
+    is_ours = stage == "noise"
+    is_float = is_ours or width_of_variable(equation.outvars[0]) is not None
     drawn = [facts for facts in inputs if facts.draws and not facts.clipped]
-    if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):
-        return drawn[0]
-    return None
+    is_added = is_float and (is_ours or any(facts.clipped for facts in inputs))
+    return drawn[0] if is_added and len(drawn) == 1 else None
