@@ -31,8 +31,9 @@ class Finding(NamedTuple):
 
 
 ADVICE = {
-    "release": "Add the plan's noise first, leave other values out of the results, or name their "
-    "paths in disclose= (released without noise on purpose).",
+    "release": "Noise comes first: plan.privatizer, or dp.add_noise on what filter_clipped_grad "
+    "returns (the check knows no other noise). Leave other values out of the results, or name "
+    "their paths in disclose= (released without noise on purpose).",
     "noise": "Give what filter_clipped_grad returns to plan.privatizer, or to dp.add_noise with "
     "the plan's noise multiplier times its sensitivity, before all other arithmetic.",
     "fresh noise": "Begin a stream once, state = dp.noise_stream(), pass each state to one draw "
