@@ -111,7 +111,7 @@ def masks_among(arguments: Sequence[Argument], is_private: Sequence[bool]) -> se
     for own in bools.values():
         least = min(arguments[i].leaf.ndim for i in own)
         vectors = [i for i in own if arguments[i].leaf.ndim == least]
-        called = [i for i in own if f".{arguments[i].names[-1]}".endswith(".is_padding_example")]
+        called = [i for i in own if arguments[i].names[-1].split(".")[-1] == "is_padding_example"]
         found.update(called or (vectors if len(vectors) == 1 else []))
     return found
 

@@ -12,6 +12,7 @@ A fact that is not proven is absent. Each subject has a small lattice and a modu
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
@@ -57,13 +58,11 @@ def met(places: Iterable[Place]) -> Place:
     A mask goes with rows that any index chose.
     """
     others = {place for place in places if place != EVEN}
-    masks = {one for one in others if isinstance(one, Row) and one.chosen_by == ANY}
-    own = others - masks or masks
-    found = own.pop() if len(own) == 1 else None
-    if not others or not isinstance(found, Row):
-        return None if others else EVEN
-    index = found.chosen_by
-    return found if all(one._replace(chosen_by=index) == found for one in masks) else None
+    rows = {place for place in others if isinstance(place, Row) and place.chosen_by != ANY}
+    if len(rows) == 1 and len(others) == 2:
+        (row,) = rows
+        others.discard(row._replace(chosen_by=ANY))
+    return EVEN if not others else others.pop() if len(others) == 1 else None
 
 
 # Clipped sums.
@@ -172,16 +171,12 @@ def turns_of(facts: Iterable[Fact]) -> frozenset[Hashable]:
 
 def either(facts: Sequence[Fact], where: str = "") -> Fact:
     """The fact about a value that is one of several."""
-    first, *others = facts
-    if all(fact == first for fact in others):
-        return first
-    places = [fact.places for fact in facts]
-    is_like = len({len(one) for one in places}) == 1
+    tokens = [fact.token for fact in facts]
     return Fact(
         reached(facts, "one of several values, a clipped sum among them, is in it", where),
-        tuple(map(met, zip(*places, strict=True))) if is_like else (),
+        tuple(map(met, zip_longest(*(fact.places for fact in facts)))),
         turns_of(facts),
-        token=first.token if all(fact.token == first.token for fact in others) else None,
+        token=tokens[0] if all(token == tokens[0] for token in tokens) else None,
     )
 
 

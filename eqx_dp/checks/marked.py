@@ -11,13 +11,13 @@ from jax.extend.core import JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import is_as_marked, mark_on, named, programs_of
+from ..programs import Context, is_as_marked, mark_on, named, programs_of
 from .facts import ANY, CONSTANT, DATA, EVEN, Fact, Reach, Row, Sum, Term, met, private
-from .flow import Context, dtype_of, shape_of
 from .record import DOORS, OWN_MEMORY, Record
 from .roles import MASK
 from .streams import PAST, Given, Key, loops_of, state_of
 from .sums import Release, Source
+from .variables import dtype_of, shape_of
 
 
 def engine_call(
@@ -59,9 +59,6 @@ def engine_call(
     batches = frozenset[Hashable](own.turns[:1] if own.dim == 1 else ())
     for group, bound in enumerate(mark.bounds):
         record.sources[context.path, group] = Source(bound, batches, mark.unit, line)
-        if math.isinf(bound):
-            found = "a clipped sum has no finite clip norm: the noise multiplier is unbounded"
-            record.note(context, "noise", found, True)
     gain = math.sqrt(models)  # side by side
     terms = (Term(((context.path, g), i), gain) for i, g in enumerate(mark.groups))
     sums = [Fact(sum=Sum((term,), over)) for term in terms]
@@ -100,13 +97,8 @@ def _rows_of(shared: Sequence[Fact], batch: Sequence[Fact], mask: Sequence[Fact]
     if not isinstance(own, Row):
         return "no argument of filter_clipped_grad is private but its mask"
     for fact in (fact for fact in mask if not fact.is_public):
-        (kind, *who), place = fact.token or ("",), fact.places[0]
-        if kind == "negative" and who[0] == own.chosen_by and isinstance(place, Row):
-            place = place._replace(chosen_by=ANY)
-        elif kind != "mask":
-            return "the mask is not proven to be that of the step's arguments"
-        if met([own, place]) != own:
-            return "the mask is one of other rows"
+        if fact.token != MASK or met([own, fact.places[0]]) != own:
+            return "the mask is not proven to be that of the step's arguments, or of the same rows"
     if own.part and any(own.turns[-1] in fact.turns for fact in (*shared, *batch, *mask)):
         return "microbatches of one batch meet other values in each turn of a loop"
     return own
@@ -118,8 +110,6 @@ def _note_arguments(
     """Notes a missing mask, and what an index is assumed to be; uses of keys."""
     if not mask or mask[0].is_public:
         record.unmasked[context.line] = not mask
-    elif mask[0].token != MASK:
-        record.assumed[f"slots whose index in {own.chosen_by} is negative are padding"] = None
     if own.chosen_by not in ("", ANY):
         assumed = f"entries of {own.chosen_by} are different rows, except those of padding"
         record.assumed[assumed] = None
@@ -178,9 +168,8 @@ def noise(
         return state
     if stream is None or not is_plain:
         is_constant = bool(state) and state[0].token == CONSTANT
-        found = "noise is in a branch, or not of a stream that comes in as an argument"
-        if is_constant:
-            found = "the key of the noise is a constant: it is the same noise in each call"
+        found = "the noise is in a branch, or not of a stream that comes in as an argument"
+        found += ": its key is a constant, the same in each call" * is_constant
         record.note(context, "fresh noise", found, is_constant)
         return [_unbounded(context)] * len(equation.outvars)
     record.draw(context, stream)

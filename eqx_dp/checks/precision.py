@@ -10,11 +10,11 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from ..expected import function
 from ..precision import JmpPolicy, Policy, checked_policy
+from ..programs import Context
 from ..shown import function_name, some
 from ..tables import Part, tabular
 from ..trees import PyTree
 from .arguments import arguments_of, arrays_in, coming_back
-from .flow import Context
 from .precision_flow import Operation, PrecisionFlow, Violation
 from .privacy_report import as_json
 from .widths import Facts, known_width
@@ -182,14 +182,14 @@ def check_precision(
             "filter_clipped_grad returns nor a privatizer. Pass the whole training step."
         )
     flow.idle_rules()
-    violations = (*flow.violations, *_stored_otherwise(flow, results, outputs, returns))
+    stored = _stored_otherwise(flow, results, outputs, returns)
     notes = {
         "the policy is unsafe: the privacy guarantee does not hold": declared.unsafe,
         "no clipped sum of the engine's is in the program": "sum" not in flow.stages,
         "a clipped sum is returned without noise": any(facts.clipped for facts in outputs),
     }
     said = tuple(note for note, is_so in notes.items() if is_so)
-    return PrecisionReport(declared, violations, flow.operations, said)
+    return PrecisionReport(declared, (*flow.violations, *stored), flow.operations, said)
 
 
 def _stored_otherwise(
@@ -227,5 +227,4 @@ def _stored_otherwise(
 
 
 def _is_state(node: Any) -> bool:
-    is_named_tuple = isinstance(node, tuple) and hasattr(node, "_fields")
-    return is_named_tuple and type(node).__module__.split(".")[0] == "optax"
+    return isinstance(node, tuple) and type(node).__module__.split(".")[0] == "optax"

@@ -14,12 +14,14 @@ from ..programs import (
     COLLECTIVES,
     REARRANGED,
     SUMS_OF_DEVICES,
+    Context,
+    Flow,
     equation_flops,
     has_free_dimensions,
     named,
 )
 from . import widths
-from .flow import Context, Flow, dtype_of, size_of
+from .variables import dtype_of, size_of
 from .widths import CONTRACTIONS, Draw, Facts, Width, known_width, width_of_variable
 
 
@@ -181,8 +183,7 @@ class PrecisionFlow(Flow[Facts]):
         """Checks, once all is seen, that some module of the loss runs under each rule."""
         for rule in self.policy.modules if "loss" in self.stages else ():
             if rule.match not in self._rules_met and not rule.optional:
-                declared = f"{rule.match}={rule.compute_dtype}"
-                found = "no call of a module under this rule"
+                declared, found = f"{rule.match}={rule.compute_dtype}", "no call of a module"
                 self._violation("module rule", declared, found, "anywhere in the loss")
 
     def _violation(self, stage: str, declared: str, found: str, line: str) -> None:
@@ -257,8 +258,7 @@ class PrecisionFlow(Flow[Facts]):
         if narrower:
             self._violation(shown, name, f"{narrower[0]}, narrower", line)
         elif not (any(as_declared) if shown == "backward" else all(as_declared)):
-            hint = " (as jnp.zeros(n) is; take jnp.zeros(n, x.dtype))" * any(as_declared)
-            self._violation(shown, name, f"{widths.shown_product(operands)}, wider{hint}", line)
+            self._violation(shown, name, f"{widths.shown_product(operands)}, wider", line)
 
     def _runs_narrow(self, case: _Case, operands: list[Width], matmul: Matmul, shown: str) -> None:
         """A product of matrices in the loss is the engine's, in the dtypes of `matmul`."""
@@ -290,8 +290,7 @@ class PrecisionFlow(Flow[Facts]):
         """A contraction in the loss keeps its operands; of float32, as `matmul_precision` says."""
         inside, declared = widths.narrowest_inside(case.equation), self.policy.matmul_precision
         if inside is not None and inside.digits < _KEPT[declared]:
-            name = f"matmul_precision {declared}"
-            self._violation(shown, name, inside.name, self._where(case))
+            self._violation(shown, f"matmul_precision {declared}", inside.name, self._where(case))
 
     def _accumulates(self, case: _Case, stage: str) -> None:
         """Every value between the gradients of single examples and their sum is wide."""
@@ -304,8 +303,8 @@ class PrecisionFlow(Flow[Facts]):
             if width is None:
                 continue
             if name in _SUMS and stage in ("sum", "microbatches"):
-                kind, size = "sum over examples", size_of(variable)
-                self._count(case.context, kind, shown, width.name, size, line)
+                size = size_of(variable)
+                self._count(case.context, "sum over examples", shown, width.name, size, line)
             # Parts of a wide number are narrow; their products are not.
             is_part = is_in_narrow_product(case.context.scope) and name not in widths.CONTRACTIONS
             if (narrows or name in _ARITHMETIC) and not is_part:
@@ -327,9 +326,8 @@ class PrecisionFlow(Flow[Facts]):
     def _addition(self, case: _Case, noise: Facts) -> None:
         """Noise is drawn, scaled and added wide."""
         variable, shown, line = case.equation.outvars[0], _STAGES["noise"], case.context.line
-        width = width_of_variable(variable)
         self._count(case.context, shown, shown, str(dtype_of(variable)), size_of(variable), line)
-        self._at_least(self._noise, width, shown, line)
+        self._at_least(self._noise, width_of_variable(variable), shown, line)
         narrowest, shown = noise.narrowest, _STAGES["draw"]
         for draw in sorted(noise.draws):
             dtype = f"{draw.bits} bits" if narrowest is None else narrowest.name
@@ -371,8 +369,8 @@ class PrecisionFlow(Flow[Facts]):
 def _drawn(context: Context, equation: JaxprEqn, arguments: frozenset[int]) -> Facts:
     variable = equation.outvars[-1]  # of several, the first is the generator's next state
     bits = equation.params.get("bit_width", 8 * dtype_of(variable).itemsize)
-    draw = Draw(context.line, int(bits), size_of(variable), arguments)
-    return Facts(draws=frozenset({draw}), arguments=arguments)
+    draws = frozenset({Draw(context.line, int(bits), size_of(variable), arguments)})
+    return Facts(draws=draws, arguments=arguments)
 
 
 def _noise_added(case: _Case) -> Facts | None:
@@ -384,9 +382,8 @@ def _noise_added(case: _Case) -> Facts | None:
     _, equation, inputs, stage = case
     if equation.primitive.name not in _ADDITIONS:
         return None
-    if stage != "noise" and width_of_variable(equation.outvars[0]) is None:
-        return None
+    is_ours = stage == "noise"
+    is_float = is_ours or width_of_variable(equation.outvars[0]) is not None
     drawn = [facts for facts in inputs if facts.draws and not facts.clipped]
-    if len(drawn) == 1 and (stage == "noise" or any(facts.clipped for facts in inputs)):
-        return drawn[0]
-    return None
+    is_added = is_float and (is_ours or any(facts.clipped for facts in inputs))
+    return drawn[0] if is_added and len(drawn) == 1 else None

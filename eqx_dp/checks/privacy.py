@@ -12,18 +12,17 @@ from jax.tree_util import tree_leaves_with_path
 from ..expected import expect, function
 from ..paths import dotted
 from ..privacy import PrivacyPlan, Sampler
-from ..programs import users_line
+from ..programs import Context, users_line
 from ..sharding import check_whole
 from ..shown import shown, some
 from ..trees import is_key, is_shape
 from .arguments import Argument, arguments_of, coming_back, masks_among, statics_among, under
 from .facts import ANY, DATA, EVEN, Fact, Reach, Row, of_array
-from .flow import Context
 from .privacy_flow import PrivacyFlow
 from .privacy_report import PrivacyReport
 from .record import Record
 from .roles import MASK
-from .streams import KEY, Given, Key, Stream
+from .streams import CALL, KEY, Given, Key, Stream
 from .verdict import Result, report_on
 
 
@@ -65,8 +64,9 @@ def check_privacy(
       and how many steps a call takes, are at least as the plan has them.
     - **fresh noise**: the stream of the noise comes in as an argument, each state gives one
       noise, and the last state goes out at the same place; nothing else reads its key. The
-      loss's key is an argument that the caller gives anew to each call, or one that the state
-      keeps, with a counter of the state folded in (`fold_in`); nothing else follows from it.
+      loss's key is an argument that the caller gives anew to each call; a child of one
+      (`split`), of which another child comes back; or one that the state keeps, with a number
+      of the call folded in (`fold_in`). Nothing else follows from it.
     - **side door**: no private value goes into a callback, a print, `eqx.error_if` or a mutable
       array, or decides how long a loop runs or which branch is taken (outside of the engine).
     - **sampling**: a `sampler` that is given draws as the plan accounts for.
@@ -83,9 +83,9 @@ def check_privacy(
       index differ, except those of padding. Each batch of a stack is a separate sample.
     - All other arguments are the same for every example, and are chosen without the data. So are
       arrays that the step closes over, and what host functions return inside of a loss.
-    - Results come back as the arguments at their places. What the caller gives to each call anew is
-      another one each time (`notes` names it). Streams and keys among the arguments are independent
-      and secret.
+    - Results come back as the arguments at their places. The loss's key is another one in each
+      call, where the caller gives it anew or a number is folded in (`notes` names it). Streams and
+      keys among the arguments are independent and secret.
     - It trusts JAX's batching rules, the bounds that engine and noise state, `dp_accounting`, and
       real arithmetic. (For rounding there are `check_precision` and the engine's bounds.)
 
@@ -96,10 +96,10 @@ def check_privacy(
     - noise after a nonlinear optimizer: undecided: the sensitivity is unknown.
     - a call that takes several steps in a scan: `steps` of the plan, each on its own batch.
     - noise drawn by `jax.random.normal`; a sum that other code clipped; a clipped sum that is
-      flattened, cut, or multiplied by anything but a constant number before the noise: undecided.
+      cut, or multiplied by anything but a constant number before the noise: undecided.
     - a value without noise that stays in the state: undecided, since nobody may see it.
-    - a key of the loss that comes from `jax.random.split` in the step: undecided.
-    - slices of a batch (`x[i::k]`), other gathers, casts of bits: undecided.
+    - slices of a batch (`x[i::k]`), other gathers, casts of bits: undecided. So is a mask that is
+      computed from indices (`index < 0`): give one beside them.
     - constants or random numbers that differ by slot: undecided, because removing an example
       shifts the slots.
     - private values in a `shard_map` by hand: undecided (the engine's `sharding=` spreads rows).
@@ -191,7 +191,7 @@ def _public(i: int, argument: Argument) -> Fact:
     if is_key(argument.leaf):
         is_plain = not places and "rbg" not in str(argument.leaf.dtype)  # whose children differ
         return Fact(places=places, token=Key(i) if is_plain else None)
-    return Fact(places=places, token=Given(i))
+    return Fact(places=places, turns=frozenset({CALL}), token=Given(i))
 
 
 def _check_keys(record: Record) -> None:
@@ -217,12 +217,10 @@ def _check_arguments(
         found = f"{some(statics, 3)}: private, and no array. It is part of the program, so all that"
         record.add("release", f"{found} the step returns may depend on it", "the arguments")
     for value in record.constants:
-        shape, places = np.shape(value), of_array(value).places
-        is_long = shape[0] in lengths and places[:1] != (EVEN,)
-        is_long |= any(n == of_data and p != EVEN for n, p in zip(shape, places, strict=False))
-        if is_long:
-            found = f"the step closes over an array of shape {shape}, as long as the batch or data"
-            record.add("examples apart", found, "the step")
+        known = enumerate(zip(np.shape(value), of_array(value).places, strict=True))
+        if any(p != EVEN and (n == of_data or (not d and n in lengths)) for d, (n, p) in known):
+            found = f"the step closes over an array of shape {np.shape(value)}, as long as the "
+            record.add("examples apart", f"{found}batch or data", "the step")
     own = [row for row in rows if not isinstance(row, jax.Array) or row.is_fully_addressable]
     if jax.process_count() > 1 and any(not is_shape(row) for row in own):
         found = "there are several processes, and private arguments are arrays of this one alone: "

@@ -4,20 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import UNCHANGED, ShardMap, mark_on, named
+from ..programs import UNCHANGED, Context, Flow, ShardMap, inside, mark_on, named, settled
 from . import rows, streams
 from .arguments import Argument
 from .facts import EVEN, Fact, either, of_array, private, reached, turns_of
-from .flow import Context, Flow, shape_of
 from .marked import engine_call, noise
 from .record import Record, is_door, is_error_if
 from .roles import gathered, role_of
-from .streams import Given, Key, Stream
-from .sums import ADDITIONS, added, linear
+from .streams import Key, Stream
+from .sums import is_added_to, linear
 
 _HOST = named("pure_callback io_callback buffer_callback")
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32 random_gamma")
@@ -62,6 +61,8 @@ class PrivacyFlow(Flow[Fact]):
                     return engine_call(self.record, context, equation, mark, read)
                 case NoiseMark() as mark:
                     return noise(self.record, context, equation, mark, inputs)
+                case None if isinstance(spread := inside(equation), ShardMap):
+                    return self._on_devices(context, spread, inputs)
                 case _:
                     return super().holder(context, equation, inputs)
         except Exception as error:
@@ -80,8 +81,6 @@ class PrivacyFlow(Flow[Fact]):
         for fact in inputs if is_door(equation) else ():
             if not fact.is_public:
                 self.record.door(context, equation, fact.is_proven)
-        if (total := _total(equation, inputs)) is not None:
-            return [total]
         if name in _HOST and not is_error_if(equation):
             why = "a host function returns it, which may be of any data"
             return [private(why, context.line)] * count
@@ -110,7 +109,7 @@ class PrivacyFlow(Flow[Fact]):
         lost = [by, *(self._read(fact, context.line) for fact in results)]
         return [Fact(reached(lost, "a clipped sum decides about it", context.line))] * len(results)
 
-    def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
+    def _on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
         """A `shard_map` by hand: of what is private, nothing is known in it."""
         why = "it comes from a shard_map by hand: use sharding= of filter_clipped_grad instead"
         lost = private(why, context.line)
@@ -130,7 +129,30 @@ class PrivacyFlow(Flow[Fact]):
 
     # Loops.
 
-    def sliced(self, context: Context, fact: Fact) -> Fact:
+    def loop(self, context: Context, body: ClosedJaxpr, parts: Sequence[list[Fact]]) -> list[Fact]:
+        """The facts about a loop's results.
+
+        Streams begin as symbols: what one turn does, all turns do. Values that each turn does
+        nothing but add to are running totals.
+        """
+        consts, carry, slices = parts
+        size, before = len(carry), context._replace(is_final=False)
+        totals = [is_added_to(body.jaxpr, len(consts) + i, i) for i in range(size)]
+        slices = [self._sliced(context, fact) for fact in slices]
+
+        def step(carry: list[Fact], context: Context) -> list[Fact]:
+            return self.program(body, [*consts, *carry, *slices], context)
+
+        start = settled(
+            lambda start: step(start, before)[:size],
+            [self._entry(context, *entry) for entry in zip(carry, totals, strict=True)],
+            lambda start, end: self._widened(context, start, end),
+        )
+        around = zip(carry, start, step(start, before)[:size], strict=True)
+        after = [self._after(context, *facts) for facts in around]
+        return [*after, *(self._stacked(context, fact) for fact in step(start, context)[size:])]
+
+    def _sliced(self, context: Context, fact: Fact) -> Fact:
         """An entry along the first dimension, in a turn of a loop."""
         loop = context.loops[-1].path
         fact = self._read(fact, context.line)
@@ -140,76 +162,50 @@ class PrivacyFlow(Flow[Fact]):
         places = rows.sliced(fact.places, loop)
         return Fact(reached([fact], _LOOP, context.line), places, turns, token=token)
 
-    def stacked(self, context: Context, fact: Fact) -> Fact:
+    def _stacked(self, context: Context, fact: Fact) -> Fact:
         """The stacked results of all turns."""
         fact = self._read(fact, context.line)
         outer = fact.turns - {context.loops[-1].path}
         return Fact(reached([fact], _LOOP, context.line), turns=outer)
 
-    def entry(self, context: Context, fact: Fact, i: int) -> Fact:
-        """Running totals and streams begin as symbols: what one turn does, all turns do."""
+    def _entry(self, context: Context, fact: Fact, is_total: bool) -> Fact:
+        """What a loop carries, at the beginning of a turn; others than totals may change."""
         loop, token = context.loops[-1].path, fact.token
         if isinstance(token, Stream):
             inside = streams.loops_of(context)
             return Fact(token=token._replace(at=("turn", loop), loops=inside))
-        is_counter = isinstance(token, Given) and not fact.places
-        if not isinstance(token, Key) and not is_counter:
-            token = ("total", loop, i) if fact.is_public else None
-        is_same = isinstance(token, Key | Given)  # until it is found to change
-        turns = fact.turns if is_same else fact.turns | {loop}
-        return Fact(reached([fact], _LOOP, context.line), fact.places, turns, token=token)
+        if is_total or isinstance(token, Key):  # until a key is found to change
+            return Fact(token=("total", loop)) if is_total else fact
+        reach = reached([fact], _LOOP, context.line)
+        return Fact(reach, fact.places, fact.turns | {loop})
 
-    def widened(self, context: Context, start: Fact, end: Fact) -> Fact:
+    def _widened(self, context: Context, start: Fact, end: Fact) -> Fact:
         """The fact at the beginning of a turn, given that at its end."""
-        if isinstance(start.token, Stream) or (_is_total(start) and end.token == start.token):
+        if isinstance(start.token, Stream) or _is_total(start):
             return start
-        if _is_total(start) and end.token == ("added", *start.token[1:]):
-            return private(_LOOP, context.line)._replace(token=start.token)
-        token = start.token if start.token == end.token else None
-        if isinstance(start.token, Given) and isinstance(end.token, Given):
-            is_up = end.token.root == start.token.root and end.token.plus >= start.token.plus
-            token = start.token if is_up else None
-        both = (start, end) if token else [self._read(fact, context.line) for fact in (start, end)]
-        found = either([fact._replace(token=token) for fact in both], context.line)
+        found = self.joined([start, end])
         if start.token != end.token:
             found = found._replace(turns=found.turns | {context.loops[-1].path})
-        if end.sum is not None:
-            found = found._replace(reach=reached([end], _LOOP, context.line))
-        is_still = _is_total(start) and found.is_public
-        return found._replace(token=start.token) if is_still else found
+        return found
 
-    def after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
-        """What a loop carries, after its last turn."""
+    def _after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
+        """What a loop carries, after its last turn, from what it was before."""
         loop, outer = context.loops[-1], context._replace(loops=context.loops[:-1])
-        if isinstance(first.token, Stream):
-            token = streams.after_loop(first.token, end.token, loop, outer)
-            if token is None:
-                return private(SECRET, context.line, True)
-            if token != first.token:
-                self.record.draw(outer, first.token)
-            return Fact(token=token)
-        if _is_total(start) and end.token == ("added", *start.token[1:]) and end.sum is not None:
-            return Fact(sum=end.sum._replace(over=None))
-        is_counter = isinstance(start.token, Given) and isinstance(end.token, Given)
-        token = None if _is_total(start) else start.token
-        return start._replace(token=end.token if is_counter else token)
+        if _is_total(start):
+            if first.is_public and end.sum is not None and end.sum.over == loop.path:
+                return Fact(sum=end.sum._replace(over=None))
+            both = [self._read(first, context.line), end]
+            return Fact(reached(both, _LOOP, context.line), turns=turns_of(both))
+        if not isinstance(first.token, Stream):
+            return start
+        token = streams.after_loop(first.token, end.token, loop, outer)
+        if token is None:
+            return private(SECRET, context.line, True)
+        if token != first.token:
+            self.record.draw(outer, first.token)
+        return Fact(token=token)
 
 
 def _is_total(fact: Fact) -> bool:
-    """Whether it is a value that a loop carries, at the beginning of a turn."""
+    """Whether it is a running total, at the beginning of a turn."""
     return (fact.token or ())[:1] == ("total",)
-
-
-def _total(equation: JaxprEqn, inputs: list[Fact]) -> Fact | None:
-    """The running total of microbatches: what a loop carries, plus a clipped sum of its turn."""
-    if equation.primitive.name not in ADDITIONS:
-        return None
-    for one, other in (inputs, inputs[::-1]):
-        kind, *which = one.token or ("",)
-        if kind not in ("total", "added") or other.sum is None or other.token:
-            continue
-        is_beside = len({shape_of(variable) for variable in equation.invars}) == 1
-        if is_beside and other.sum.over == which[0]:
-            total = added([other.sum, *([] if one.sum is None else [one.sum])])
-            return Fact(sum=total, token=("added", *which))
-    return None

@@ -31,24 +31,20 @@ class Finding(NamedTuple):
 
 
 ADVICE = {
-    "release": "Noise comes first: plan.privatizer ahead in the optimizer's chain, or dp.add_noise "
-    "on what filter_clipped_grad returns. Leave other values out of the results, or name their "
-    "paths in disclose= (released without noise on purpose).",
-    "noise": "Give what filter_clipped_grad returns, before all other arithmetic, the noise of "
-    "plan.privatizer, or noisy, state = dp.add_noise(grads, state, stddev) with the plan's noise "
-    "multiplier times this sensitivity. The check knows no other noise (jax.random.normal).",
+    "release": "Noise comes first: plan.privatizer, or dp.add_noise on what filter_clipped_grad "
+    "returns (the check knows no other noise). Leave other values out of the results, or name "
+    "their paths in disclose= (released without noise on purpose).",
+    "noise": "Give what filter_clipped_grad returns to plan.privatizer, or to dp.add_noise with "
+    "the plan's noise multiplier times its sensitivity, before all other arithmetic.",
     "fresh noise": "Begin a stream once, state = dp.noise_stream(), pass each state to one draw "
-    "alone, and return the last one at the place where it came in, and nowhere else. For a loss "
-    "that draws, take another key in each call, or fold a counter of the state into a key that it "
-    "keeps (jax.random.fold_in(key, step)); use it for nothing else.",
+    "alone, and return the last one at the place where it came in, and nowhere else. A loss's key "
+    "is an argument, split or with a counter folded in, and used for nothing else.",
     "examples apart": "Give the engine the step's own batch arguments, or views of them row by "
-    "row, and the mask as it came, or OR-ed (mask | more); call it is_padding_example. Work and "
-    "draw within the loss. Pass what has a row for each example as an argument, named in private=, "
-    "or in public_rows= if it is public.",
-    "padding": "Slots without an example would count as one: give the sampler's mask, "
-    "is_padding_example=mask, and name it in private=.",
-    "side door": "Take it out, or give it public values alone; decide within the loss, and use "
-    "masks and jnp.where for shapes. A solver takes throw=False; or set EQX_ON_ERROR=off.",
+    "row, and the mask as it came, or OR-ed (mask | more); call it is_padding_example. Name in "
+    "private=, or public_rows= if it is public, what has a row for each example.",
+    "padding": "Give the sampler's mask, is_padding_example=mask, and name it in private=.",
+    "side door": "Give it public values alone, or decide within the loss. A solver takes "
+    "throw=False; or set EQX_ON_ERROR=off.",
     "sampling": "Take plan.sampler(num_examples).",
 }
 """What to do, by rule."""

@@ -5,10 +5,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ..programs import UNSEEN, equations, named, programs_of, written_in
+from ..programs import UNSEEN, Context, equations, named, programs_of, written_in
 from .arguments import Argument
 from .facts import Fact
-from .flow import Context
 from .privacy_report import ADVICE, Finding
 from .streams import Key, Stream, Use, loops_of
 from .sums import Release, Source
@@ -68,7 +67,7 @@ class Record:
     def use(self, fact: Fact, line: str, of_loss: Hashable = None) -> None:
         """Notes a use of a key, if a value is one."""
         if isinstance(fact.token, Key):
-            self.uses[Use(fact.token, line, of_loss)] = None
+            self.uses[Use(fact.token, fact.turns, line, of_loss)] = None
 
 
 # Where values leave a program beside its results.

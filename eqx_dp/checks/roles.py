@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from ..programs import UNCHANGED
 from .facts import Fact, Place, Row
-from .flow import dtype_of, shape_of
+from .variables import dtype_of, shape_of
 
 Role: TypeAlias = tuple[Any, ...]
 """A token of a value; one of these, or () for none:
@@ -18,52 +18,43 @@ Role: TypeAlias = tuple[Any, ...]
 |---|---|
 | `("mask",)` | is True wherever the step's mask argument is |
 | `("index", name)` | is the integer argument `name` |
-| `("negative", name)` | says where it is negative |
-| `("behind", name, n)` | is it plus n |
-| `("wrapped", name, n)` | is it, plus n where it is negative |
-| `("total", loop, i)` | is the i-th value that a loop carries, at the beginning of a turn |
-| `("added", loop, i)` | is that plus clipped sums of the turn |
+| `("lt", role, number)`, `("add", ...)`, `("select_n", ...)` | follows from it by this primitive |
+| `("total", loop)` | is what a loop carries, and each turn does nothing but add to it |
 """
 
 MASK: Role = ("mask",)
 _SHAPED = UNCHANGED | {"broadcast_in_dim", "reshape", "squeeze", "transpose", "slice"}
+_NORMALIZING = ("lt", "add", "select_n")  # indices that may be negative
 
 
 def role_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Role:
     """The role of a result."""
-    name = equation.primitive.name
-    if dtype_of(equation.outvars[0]) == np.bool_ and (found := _mask(name, inputs)):
-        return found
-    first: Role = (inputs[0].token if inputs else None) or ()
-    by = inputs[1].value if len(inputs) > 1 else None
-    match name, first:
-        case "lt", ("index", who) if by == 0:
-            return "negative", who
-        case "add", ("index", who) if isinstance(by, int):
-            return "behind", who, by
-        case "select_n", ("negative", who):
-            plain, (kind, *behind) = inputs[1].token, inputs[2].token or ("",)
-            is_so = plain == ("index", who) and kind == "behind" and behind[0] == who
-            return ("wrapped", *behind) if is_so else ()
-        case "convert_element_type", ("index" | "wrapped" | "behind", *_):
-            is_wide = equation.params["new_dtype"] in (jnp.int32, jnp.int64)
-            return first if is_wide else ()
-        case _, ("index" | "wrapped" | "behind" | "negative", *_) if name in _SHAPED:
-            return first
-        case _:
-            return ()
+    name, dtype = equation.primitive.name, dtype_of(equation.outvars[0])
+    if dtype == np.bool_ and _is_mask(name, inputs):
+        return MASK
+    roles = [role if is_index(role := fact.token) else fact.value for fact in inputs]
+    if not any(map(is_index, roles)):
+        return ()
+    if name in _NORMALIZING:
+        return () if None in roles else (name, *roles)
+    is_same = name in _SHAPED or (name == "convert_element_type" and dtype in _WIDE)
+    return roles[0] if is_same else ()
 
 
-def _mask(name: str, inputs: Sequence[Fact]) -> Role:
+_WIDE = (jnp.int32, jnp.int64)
+
+
+def is_index(token: Any) -> bool:
+    """Whether a token is that of an index, or of what follows from one."""
+    return isinstance(token, tuple) and token[:1] in [(kind,) for kind in ("index", *_NORMALIZING)]
+
+
+def _is_mask(name: str, inputs: Sequence[Fact]) -> bool:
     """Whether a boolean value is True wherever the mask is."""
     is_so = [fact.token == MASK or fact.value is True for fact in inputs]
-    if name == "or":
-        return MASK if any(is_so) else ()
-    if name == "and" or name in _SHAPED or name == "convert_element_type":
-        return MASK if all(is_so) else ()
-    if name == "select_n":
-        return MASK if all(is_so[1:]) else ()
-    return ()
+    if name in ("or", "select_n"):
+        return any(is_so) if name == "or" else all(is_so[1:])
+    return all(is_so) and name in {*_SHAPED, "and", "convert_element_type"}
 
 
 def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | None:
@@ -76,9 +67,10 @@ def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | 
     numbers, shape = equation.params["dimension_numbers"], shape_of(equation.outvars[0])
     rows = (*shape_of(equation.invars[0]), 0)[0]
     is_row = tuple(numbers.start_index_map) == (0,) and equation.params["slice_sizes"][0] == 1
-    role: Role = (*(index.token or ()), "", "", 0)
-    kind, name, behind = role[:3]
-    is_known = kind == "index" or (kind == "wrapped" and behind == rows)
+    role: Role = index.token or ()
+    plain: Any = role[2] if role[:1] == ("select_n",) else role
+    wrapped = "select_n", ("lt", plain, 0), plain, ("add", plain, rows)
+    is_known = plain[:1] == ("index",) and role in (plain, wrapped)
     is_whole = values.places[:1] == (Row(rows, 0),)
     its_own = [place for place in index.places if isinstance(place, Row)]
     is_other = all(place.length != rows for place in its_own)
@@ -87,5 +79,5 @@ def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | 
     found: list[Place] = [None] * len(shape)
     for dim, to in enumerate(d for d in range(len(shape)) if d not in numbers.offset_dims):
         place = dict(enumerate(index.places)).get(dim)
-        found[to] = place._replace(chosen_by=name) if isinstance(place, Row) else None
+        found[to] = place._replace(chosen_by=plain[1]) if isinstance(place, Row) else None
     return tuple(found)

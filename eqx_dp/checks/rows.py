@@ -1,18 +1,18 @@
 """Rows: the entries of an equation's operands that an entry of its results depends on.
 
-All facts about dimensions follow from one table, `layout`. A primitive that is not in it has none.
+All facts about dimensions follow from one table. A primitive that is not in it has none.
 """
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
 from .facts import EVEN, Fact, Place, Row, met
-from .flow import shape_of
+from .variables import shape_of
 
 # Layouts.
 
@@ -28,15 +28,6 @@ Layout: TypeAlias = Sequence[Sequence[From]]
 
 _Shape: TypeAlias = tuple[int, ...]
 _Rule: TypeAlias = Callable[[Any, list[_Shape], _Shape], Layout]
-
-
-def layout(equation: JaxprEqn, shape: _Shape) -> Layout | None:
-    """Where the dimensions of an equation's result come from; None if that is not known."""
-    rule, shapes = _RULES.get(equation.primitive.name), [shape_of(v) for v in equation.invars]
-    if rule is None:
-        return None
-    found = rule(equation.params, shapes, shape)
-    return [*found, *[(ALL,) * len(shape)] * (len(shapes) - len(found))]
 
 
 def _mixed(param: str) -> _Rule:
@@ -105,28 +96,12 @@ def _convolution(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
     return [of_image, of_kernel]
 
 
-def _gather(params: Any, shapes: list[_Shape], shape: _Shape) -> Layout:
-    """Windows as large as the operand are kept; other entries are looked up in all of it."""
-    numbers = params["dimension_numbers"]
-    of_table: list[From] = [ALL] * len(shape)
-    of_index: list[From] = [ALL] * len(shape)
-    if numbers.operand_batching_dims:
-        return [[None] * len(shape)] * 2
-    windows = [d for d in range(len(shapes[0])) if d not in numbers.collapsed_slice_dims]
-    for to, dim in zip(numbers.offset_dims, windows, strict=True):
-        of_table[to] = dim if params["slice_sizes"][dim] == shapes[0][dim] else None
-    for dim, to in enumerate(d for d in range(len(shape)) if d not in numbers.offset_dims):
-        of_index[to] = dim
-    return [of_table, of_index]
-
-
 _REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(ENTRY_BY_ENTRY | UNCHANGED | named("nextafter xor real imag"), _entries),
     "broadcast_in_dim": _broadcast,
     "slice": _cut,
     "dynamic_slice": _cut,
-    "gather": _gather,
     "stack": _stack,
     "pad": _pad,
     "dot_general": _product,
@@ -137,7 +112,6 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(named(_REDUCTIONS), _left_out("axes")),
     "squeeze": _left_out("dimensions"),
     "unstack": _left_out("axis"),
-    "iota": lambda params, shapes, shape: [],
     "transpose": lambda params, shapes, shape: [params["permutation"]],
 }
 
@@ -145,18 +119,16 @@ _RULES: dict[str, _Rule] = {
 def places_of(equation: JaxprEqn, variable: Any, inputs: Sequence[Fact]) -> tuple[Place, ...]:
     """What entries of a result depend on."""
     name, shape = equation.primitive.name, shape_of(variable)
+    shapes = [shape_of(operand) for operand in equation.invars]
     if name == "reshape":
-        return _reshaped(inputs[0], shape_of(equation.invars[0]), shape)
-    found = layout(equation, shape)
-    if found is None:
-        return (None,) * len(shape)
-    own = equation.params["dimension"] if name == "iota" else None
-    return tuple(
-        None
-        if dim == own
-        else met(_place(fact, of[dim]) for fact, of in zip(inputs, found, strict=True))
-        for dim in range(len(shape))
-    )
+        return _reshaped(inputs[0], shapes[0], shape)
+    if name not in _RULES:
+        is_public = all(fact.is_public for fact in inputs)
+        return tuple(EVEN if n == 1 and is_public else None for n in shape)
+    found = [*_RULES[name](equation.params, shapes, shape)]
+    found += [(ALL,) * len(shape)] * (len(shapes) - len(found))  # indices, and what pads
+    pairs = [*zip(inputs, found, strict=True)]
+    return tuple(met(_place(fact, of[dim]) for fact, of in pairs) for dim in range(len(shape)))
 
 
 def _place(fact: Fact, at: From) -> Place:
@@ -167,29 +139,19 @@ def _place(fact: Fact, at: From) -> Place:
 
 
 def _reshaped(fact: Fact, before: _Shape, after: _Shape) -> tuple[Place, ...]:
-    """Dimensions of equal length, with equally many entries before them, are the same.
+    """Dimensions in front stay what they are, and the first that differs may be divided in two.
 
-    Rows may be divided in two dimensions.
+    Only what follows rows as a whole may be anything: entries are in their order.
     """
-    places = fact.places
-    if fact.is_public and places == (EVEN,) * len(before):
+    if fact.is_public and fact.places == (EVEN,) * len(before):
         return (EVEN,) * len(after)
-    # By the number of entries before a dimension, and its length.
-    known = {
-        (math.prod(before[:d]), n): place
-        for d, (n, place) in enumerate(zip(before, places, strict=False))
-    }
-    known = {at: place for at, place in known.items() if at[1] > 1}
-    for (start, n), place in [*known.items()]:
-        for m in {*after} if isinstance(place, Row) and not place.part else ():
-            halves = (start, m), (start * m, n // max(1, m))
-            if 1 < m < n and n % m == 0 and not known.keys() & {*halves}:
-                for i, half in enumerate(halves):
-                    known[half] = cast("Row", place)._replace(part=(m, n // m, i))
-    return tuple(
-        EVEN if fact.is_public and n == 1 else known.get((math.prod(after[:d]), n))
-        for d, n in enumerate(after)
-    )
+    pairs = enumerate(zip(before, after, strict=False))
+    kept = next((d for d, (n, m) in pairs if n != m), min(len(before), len(after)))
+    found = [*fact.places[:kept], *[None] * (len(after) - kept)]
+    row, halves = dict(enumerate(fact.places)).get(kept), after[kept : kept + 2]
+    if isinstance(row, Row) and not row.part and math.prod(halves) == before[kept]:
+        found[kept : kept + 2] = [row._replace(part=(*halves, i)) for i in range(len(halves))]
+    return tuple(found)
 
 
 def sliced(places: Sequence[Place], loop: Hashable) -> tuple[Place, ...]:
@@ -199,11 +161,10 @@ def sliced(places: Sequence[Place], loop: Hashable) -> tuple[Place, ...]:
     def turned(place: Place) -> Place:
         if not isinstance(place, Row) or not isinstance(first, Row):
             return place
-        is_stack = not first.part and (first.dim, place.dim, place.turns) == (0, 1, ())
-        is_part = bool(first.part) and place.part != first.part
-        is_part = is_part and place._replace(part=()) == first._replace(part=())
-        is_part = is_part and place.part[:2] == first.part[:2]
-        is_other = first.length == place.length and (is_stack or is_part)
-        return place._replace(turns=(*place.turns, loop)) if is_other else None
+        is_whole = not place.part and not place.turns
+        is_stack = is_whole and place.dim == 1 and first == place._replace(dim=0)
+        is_part = bool(first.part) and place.part[:2] == first.part[:2] and place != first
+        is_part = is_part and first == place._replace(part=first.part)
+        return place._replace(turns=(*place.turns, loop)) if is_stack or is_part else None
 
     return tuple(map(turned, others))

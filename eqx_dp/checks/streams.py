@@ -2,20 +2,19 @@
 
 Each state of a stream gives one noise, and the state after the last draw goes out at the place
 where the stream came in. A key of a loss is a root, an argument of the step, followed by the
-numbers that were folded in. Keys of different roots are independent, and so are keys of one root
-whose paths have different constants at some place. A key that is a prefix of another one reveals
-it.
+numbers that were folded in, or of the child that was taken. Keys of different roots are
+independent, and so are keys of one root whose paths have different constants at some place. A key
+that is a prefix of another one reveals it.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from ..programs import UNCHANGED
+from ..programs import UNCHANGED, Context, Loop
 from .facts import Fact
-from .flow import Context, Loop, dtype_of, shape_of
+from .variables import shape_of, size_of
 
 KEY, PAST = 0, 3
 """Of the parts of a stream, its key, and the first of what a privatizer keeps: both are secret."""
@@ -65,12 +64,14 @@ def after_loop(token: Stream, end: object, loop: Loop, outer: Context) -> Stream
 
 # Keys of losses, and the counters that are folded into them.
 
+CALL = "call"
+"""Among the loops in whose turns a value differs: the calls of the step."""
+
 
 class Given(NamedTuple):
-    """An argument that is no key and is not private; of an integer, plus a constant."""
+    """An argument that is no key and is not private."""
 
     root: int
-    plus: int = 0
 
 
 class Key(NamedTuple):
@@ -93,11 +94,13 @@ class Use(NamedTuple):
 
     Attributes:
         key: the key.
+        turns: the loops in whose turns it differs.
         line: the source line.
         of_loss: the call of the engine that draws with it; None for anything else.
     """
 
     key: Key
+    turns: frozenset[Hashable]
     line: str
     of_loss: Hashable = None
 
@@ -105,27 +108,23 @@ class Use(NamedTuple):
 def token_of(equation: JaxprEqn, inputs: Sequence[Fact]) -> Key | Given | None:
     """The key or the argument that a result is; None if it is none, or not known."""
     name, (first, *others) = equation.primitive.name, [fact.token for fact in inputs] or [None]
-    number = inputs[1].value if others else None
-    result = dtype_of(equation.outvars[0])
+    is_one = size_of(equation.outvars[0]) == 1
     match first:
-        case Key() | Given() if name in UNCHANGED:
+        case Key() | Given() if name in UNCHANGED | {"squeeze"}:
             return first
-        case Key() if name == "random_fold_in" and not shape_of(equation.outvars[0]):
-            is_counter = isinstance(others[0], Given) and not others[0].plus
-            fold = others[0] if is_counter else number
-            return None if fold is None else Key(first.root, (*first.path, fold))
-        case Key() if name == "random_split":  # the engine's keys of slots
+        case Given() if name == "convert_element_type":
+            return first
+        case Key() if name == "random_fold_in" and is_one and inputs[1].is_public:
+            fold = others[0] if isinstance(others[0], Given) else EVERY
+            fold = fold if inputs[1].value is None else inputs[1].value
+            return Key(first.root, (*first.path, fold))
+        case Key() if name == "random_split":
             return Key(first.root, (*first.path, EVERY))
-        case Given() if result in _COUNTERS and dtype_of(equation.invars[0]) in _COUNTERS:
-            if name == "add" and isinstance(number, int):
-                return first._replace(plus=first.plus + number)
-            return first if name == "convert_element_type" else None
+        case Key(root, (*path, fold)) if name == "slice" and fold == EVERY:  # a child of split
+            is_child = shape_of(equation.outvars[0]) == (1,)
+            return Key(root, (*path, equation.params["start_indices"][0])) if is_child else None
         case _:
             return None
-
-
-_COUNTERS = [jnp.dtype(name) for name in ("int32", "int64", "uint32", "uint64")]
-"""Integers that count all steps of a plan."""
 
 
 def parted(a: Key, b: Key) -> bool:
@@ -134,11 +133,11 @@ def parted(a: Key, b: Key) -> bool:
     return any(isinstance(one, int) and isinstance(two, int) and one != two for one, two in folds)
 
 
-def is_another(key: Key, back: Mapping[int, object]) -> bool:
+def is_another(use: Use, back: Mapping[int, object]) -> bool:
     """Whether a key is another one in the next call, given the tokens that come back."""
-    if key.root not in back:  # then the caller gives another one in each call
-        return True
-    counters = [fold for fold in key.path if isinstance(fold, Given)]
-    grown = [(one, back.get(one.root)) for one in counters]
-    is_up = [isinstance(b, Given) and b.root == a.root and b.plus > 0 for a, b in grown]
-    return back[key.root] == Key(key.root) and any(is_up)
+    root, token = use.key.root, back.get(use.key.root)
+    counters = [fold for fold in use.key.path if isinstance(fold, Given)]
+    is_counted = not counters or any(back.get(one.root) != one for one in counters)
+    if token == Key(root):  # the same key, with numbers of the call
+        return CALL in use.turns and is_counted
+    return root not in back or (isinstance(token, Key) and token.root == root)

@@ -6,12 +6,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..privacy import Banded
-from ..programs import ENTRY_BY_ENTRY, UNCHANGED, named
+from ..programs import ENTRY_BY_ENTRY, UNCHANGED, Context, named
 from .facts import Fact, Sum, reached, turns_of
-from .flow import Context, dtype_of, size_of
+from .variables import dtype_of, size_of
 
 _MOVED = UNCHANGED | named(
     "convert_element_type neg reshape rev transpose squeeze broadcast_in_dim"
@@ -37,8 +37,11 @@ def _linear(equation: JaxprEqn, inputs: list[Fact]) -> Sum | None:
     name = equation.primitive.name
     sums = [fact.sum for fact in inputs if fact.sum is not None]
     sizes, result = [size_of(v) for v in equation.invars], size_of(equation.outvars[0])
-    is_beside = all(fact.is_public or n == result for fact, n in zip(inputs, sizes, strict=True))
-    if not is_beside or len({found.over for found in sums}) > 1:
+    if len({found.over for found in sums}) > 1:
+        return None
+    if name == "concatenate":  # side by side
+        return sums[0]._replace(terms=tuple(term for one in sums for term in one.terms))
+    if not all(fact.is_public or n == result for fact, n in zip(inputs, sizes, strict=True)):
         return None
     if name in _MOVED:
         before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
@@ -68,6 +71,21 @@ def added(sums: Sequence[Sum]) -> Sum | None:
     leaves = {term.leaf for term in terms}
     is_apart = len(leaves) == len({name for name, _ in leaves})
     return sums[0]._replace(terms=tuple(terms)) if is_apart else None
+
+
+def is_added_to(body: Jaxpr, start: int, end: int) -> bool:
+    """Whether a loop does nothing with a value that it carries but add something to it once.
+
+    Args:
+        body: of the loop.
+        start: which of its arguments the value is, at the beginning of a turn.
+        end: which of its results it is, at the end.
+    """
+    before = body.invars[start]
+    users = [one for one in body.eqns if before in one.invars]
+    is_alone = [one.outvars for one in users] == [[body.outvars[end]]]
+    is_alone = is_alone and before not in body.outvars
+    return is_alone and users[0].primitive.name in ADDITIONS
 
 
 class Source(NamedTuple):
@@ -111,7 +129,7 @@ def noise_multiplier(releases: Sequence[Release], sources: Mapping[Any, Source])
     standard deviation of its noise. The result is 1 / max |M x|. Arrays of the same clipped sums
     are taken together, and the others add in squares. By Minkowski, |M x| is at most the sum over
     clipped sums of the norm of their columns times their bound. Each array is of one leaf of a
-    clipped sum, so that norm is the largest of a leaf.
+    clipped sum, or several of them side by side, so that norm is the largest of a leaf.
     """
     squares = defaultdict[frozenset[Any], defaultdict[Any, float]](lambda: defaultdict(float))
     for release in releases:

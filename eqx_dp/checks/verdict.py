@@ -44,8 +44,6 @@ def report_on(record: Record, results: Sequence[Result], plan: PrivacyPlan | Non
         text = "no clipped sum of arguments that private= names is released with noise"
         record.add("noise", text, "the step")
     notes = [*record.assumed]
-    if plan is None:
-        notes += [f"filter_clipped_grad has no mask at {line}" for line in record.unmasked]
     if any(source.batches for source in record.sources.values()):
         notes.append("arguments are read as stacks of batches, each of them a sample of its own")
     return PrivacyReport(
@@ -76,7 +74,6 @@ def _leaving(record: Record, results: Sequence[Result]) -> None:
             stays = returns is not None and returns not in record.trained
             how = fact.reach.why or "a clipped sum is in it, without noise"
             how += ", and it stays in the state" if stays else ""
-            how += ", with noise of which the check knows nothing" if fact.reach.is_random else ""
             leaving[how, fact.reach.where, fact.is_proven and not stays].append(name)
     for (how, where, is_decided), names in leaving.items():
         found = f"result{'s' * (len(names) > 1)} {some(names, 3)}: {how}"
@@ -119,13 +116,8 @@ def _against_plan(record: Record, plan: PrivacyPlan, multiplier: float, steps: i
     lines = " and ".join(dict.fromkeys(release.context.line for release in releases))
     if multiplier < plan.noise_multiplier * (1 - _TOLERANCE):
         is_known = is_tight(releases, record.sources) and len(record.drawn) == 1
-        stddev = min(release.stddev for release in releases)
-        sensitivity = f"{stddev / multiplier:.4g}" if multiplier else "unbounded"
-        text = (
-            f"the noise multiplier is {'' if is_known else 'at least '}{multiplier:.6g}, and the "
-            f"plan accounts for {plan.noise_multiplier:.6g} (standard deviation {stddev:.4g}, "
-            f"sensitivity of all releases of a step together {sensitivity})"
-        )
+        text = f"the noise multiplier is {'' if is_known else 'at least '}{multiplier:.6g}"
+        text += f", and the plan accounts for {plan.noise_multiplier:.6g}"
         record.add("noise", text, lines, is_known)
     correlation = Banded() if plan.noise is None else plan.noise
     if others := {release.correlation for release in releases} - {correlation}:
@@ -136,10 +128,7 @@ def _against_plan(record: Record, plan: PrivacyPlan, multiplier: float, steps: i
         record.add("noise", text, lines, True)
 
 
-_OTHER_UNIT = (
-    "the plan's unit is another one than that whose gradients are clipped: with unit=dp.Users(...) "
-    "clip plan.unit.loss(loss) and pass plan.unit.take(...), all rows of a user in one slot"
-)
+_OTHER_UNIT = "gradients of another unit than the plan's are clipped: clip plan.unit.loss(loss)"
 
 
 # Streams of noise, and keys of losses.
@@ -152,13 +141,12 @@ def _streams(record: Record, results: Sequence[Result]) -> None:
     for i, argument in enumerate(record.arguments):
         if argument.stream is None or argument.stream[0] not in used:
             continue
-        name, (root, part), token = argument.names[-1], argument.stream, back.get(i)
-        if not isinstance(token, Stream) or (token.root, token.part) != (root, part):
-            text = f"the stream of noise {name} does not go out at its place"
-            record.add("fresh noise", text, used[root])
-        elif (root, token.at) in record.drawn:
-            text = f"the stream of noise {name} goes out as it was before a draw: the next call has"
-            record.add("fresh noise", f"{text} the same noise", used[root], True)
+        root, token = argument.stream[0], back.get(i)
+        is_own = isinstance(token, Stream) and (token.root, token.part) == argument.stream
+        is_old = isinstance(token, Stream) and is_own and (root, token.at) in record.drawn
+        if is_old or not is_own:
+            text = f"the stream of noise {argument.names[-1]} does not go out at its place, as its "
+            record.add("fresh noise", f"{text}last draw left it", used[root], is_old)
     for name, fact, returns, _ in results:
         token = fact.token
         if isinstance(token, Stream) and token.is_secret:
@@ -176,18 +164,17 @@ def _losses(record: Record, results: Sequence[Result]) -> None:
     """Whether the keys of losses are new in each call, and nothing else follows from them."""
     back = _coming_back(results)
     for name, fact, returns, _ in results:
-        if isinstance(fact.token, Key) and fact.token.root != returns:
+        if isinstance(fact.token, Key) and fact.token != Key(-1 if returns is None else returns):
             record.use(fact, f"result {name}")
     for use in (use for use in record.uses if use.of_loss is not None):
         name = record.arguments[use.key.root].names[-1]
-        if not is_another(use.key, back):
+        lines = [
+            other.line
+            for other in record.uses
+            if other != use and other.key.root == use.key.root and not parted(use.key, other.key)
+        ]
+        if lines or not is_another(use, back):
             text = f"the loss's key, from {name}, is not proven to be another one in each call"
+            text = f"the loss's key, from {name}, is used at {lines[0]}, too" if lines else text
             record.add("fresh noise", text, use.line)
-        for other in record.uses:
-            is_same_root = other != use and other.key.root == use.key.root
-            if is_same_root and not parted(use.key, other.key):
-                text = f"the loss's key, from {name}, or what it follows from, is used at "
-                record.add("fresh noise", f"{text}{other.line}, too", use.line)
-        if use.key.root not in back:
-            assumed = f"the caller gives {name}, and must not give it again in another call"
-            record.assumed[assumed] = None
+        record.assumed[f"the loss's key, from {name}, is another one in each call"] = None

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax.lax import DotAlgorithm, DotAlgorithmPreset, Precision
 
 from ..programs import UNSEEN, named
-from .flow import dtype_of
+from .variables import dtype_of
 
 
 class Width(NamedTuple):

@@ -5,6 +5,9 @@ from .derivative_rules import Rule as Rule
 from .derivative_rules import RuleOf as RuleOf
 from .derivative_rules import has_rules as has_rules
 from .derivative_rules import with_rules as with_rules
+from .flow import Context as Context
+from .flow import Flow as Flow
+from .flow import Loop as Loop
 from .inside import Call as Call
 from .inside import Cond as Cond
 from .inside import LinearSolve as LinearSolve

@@ -6,7 +6,9 @@ neighboring data with the noise coupled (`replay.py` there). Reported are leaks 
 "private as planned", honest steps that are called violations, and how many honest steps of the
 language that the check certifies are undecided. A step is the same for the same seed: `--seed 3000
 --steps 1000` goes on where `--steps 3000` ended, and with `--log` seeds that the file has are not
-judged again.
+judged again. `--replayed LOG` takes from the log of another check what replay found. A step is
+first checked without the arithmetic of engine and noise (`generated/shortened.py`); if it is
+certified, it is checked again as it is.
 """
 
 import argparse
@@ -29,7 +31,8 @@ import eqx_dp as dp
 from .command import Part
 from .generated.data import TABLE, neighboring
 from .generated.grammar import Program, made
-from .generated.replay import DISCLOSED, FROZEN, PUBLIC, truth
+from .generated.replay import DISCLOSED, FROZEN, PUBLIC, Truth, truth
+from .generated.shortened import shortened
 from .page import Table
 
 _NUMBERS = {"steps": 10, "noise_multiplier": 1.0, "delta": 1e-5}
@@ -59,6 +62,7 @@ class Judged(NamedTuple):
             the check need not know them; "leak": one is meant to leak.
         finding: `LEAK`, `ACCUSED` or `UNDECIDED`; empty if all is well.
         detail: what replay or the check found.
+        replayed: what replay found, where it was asked; it holds for every check.
     """
 
     seed: int
@@ -66,29 +70,35 @@ class Judged(NamedTuple):
     kind: str
     finding: str = ""
     detail: str = ""
+    replayed: Any = None
 
 
-def judged(seed: int) -> Judged:
-    """Makes a step, asks the check, and finds the truth where it matters."""
+def judged(seed: int, replayed: Any = None) -> Judged:
+    """Makes a step, asks the check, and finds the truth where it matters, if it is not known."""
     program = made(seed)
     plan = PLANS[program.plan]
     kinds = {kind for kind, _ in program.used}
     kind = "leak" if "leak" in kinds else "far" if "far" in kinds else "honest"
     try:
-        report = checked(program, plan)
+        with shortened():
+            report = checked(program, plan)
+        report = checked(program, plan) if report.ok else report
     except Exception as error:  # the engine and the noise refuse in many ways
         said, detail = "refused", f"{type(error).__name__}: {error}"
-        return Judged(seed, said, kind, UNDECIDED if kind == "honest" else "", detail)
+        found = UNDECIDED if kind == "honest" else ""
+        return Judged(seed, said, kind, found, detail, replayed)
     said = "certified" if report.ok else "violation" if report.violations else "undecided"
     wrong = [f"{one.rule}: {one.found}" for one in (*report.violations, *report.undecided)]
     detail = "; ".join(wrong)
-    if said == "certified":
-        wrong = truth(program, plan).breaks(report.noise_multiplier)
-        return Judged(seed, said, kind, LEAK if wrong else "", wrong or "")
-    if said == "violation" and kind != "leak":
-        is_leak = truth(program, plan).breaks(plan.noise_multiplier)
-        return Judged(seed, said, kind, "" if is_leak else ACCUSED, is_leak or detail)
-    return Judged(seed, said, kind, UNDECIDED if kind == "honest" else "", detail)
+    is_accused = said == "violation" and kind != "leak"
+    if said != "certified" and not is_accused:
+        found = UNDECIDED if kind == "honest" else ""
+        return Judged(seed, said, kind, found, detail, replayed)
+    replayed = replayed or truth(program, plan)
+    multiplier = report.noise_multiplier if report.ok else plan.noise_multiplier
+    is_leak = Truth(*replayed).breaks(multiplier)
+    found = LEAK if is_leak and report.ok else ACCUSED if is_accused and not is_leak else ""
+    return Judged(seed, said, kind, found, is_leak or detail, replayed)
 
 
 def checked(program: Program, plan: dp.PrivacyPlan) -> Any:
@@ -124,13 +134,14 @@ def checked(program: Program, plan: dp.PrivacyPlan) -> Any:
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     known = {one.seed: one for one in _read(options.log)}
+    replayed = {one.seed: one.replayed for one in _read(options.replayed) if one.replayed}
     steps = options.steps or (3 if options.tiny else 100 if options.short else 1000)
     wanted = range(options.seed, options.seed + steps)
     start, found = time.monotonic(), list[Judged]()
     warnings.simplefilter("ignore")
     for i, seed in enumerate(wanted):
         if seed not in known:
-            known[seed] = judged(seed)
+            known[seed] = judged(seed, replayed.get(seed))
             if options.log:
                 with options.log.open("a") as file:
                     file.write(json.dumps(known[seed]._asdict()) + "\n")
@@ -139,6 +150,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             print(f"\n{described(known[seed])}", flush=True)
         if i % 100 == 99:
             print(f"{i + 1} steps, {time.monotonic() - start:.0f} s", flush=True)
+        if i % 1000 == 999:
             jax.clear_caches()
     yield table(found)
 
@@ -177,6 +189,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first step's")
     parser.add_argument(
         "--log", type=Path, help="a file of JSON lines to append to, and to go on from"
+    )
+    parser.add_argument(
+        "--replayed", type=Path, help="the log of another check: what replay found holds for all"
     )
 
 

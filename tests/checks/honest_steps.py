@@ -287,6 +287,7 @@ NOISED_BY = {
     "noise_for_replace_one": (lambda g, k: with_noise(g, k, 2 * STDDEV), {"plan": REPLACE_ONE}),
     "noise_under_jit_and_remat": under_jit_and_remat,
     "sparse": sparse,
+    "flat": turned,
     "checked": checked,
     "skipped_by_the_noisy_norm": skipped_by_the_noisy_norm,
     "behind_a_barrier": lambda g, k: lax.optimization_barrier(
@@ -305,6 +306,7 @@ STEP_OF = {
         ),
         {"multiplier": 2**0.5 * MULTIPLIER},
     ),
+    "key_that_is_split": lambda at: at.noised(at.sum(dropout_loss, key=at.keys[1])),
     # One example moves the sum of both by twice the bound.
     "two_losses": lambda at: at.noised(added(at.sum(), at.sum(absolute_error)), 2 * STDDEV),
     "decay_behind_the_noise": lambda at: added(at.noised(), scaled(0.1, params_of(at.model))),
@@ -365,8 +367,9 @@ def gathered():
     x, y, mask = (jnp.concatenate([leaf, leaf]) for leaf in data())
     index = jnp.where(mask[:SLOTS], -1, jnp.arange(SLOTS))
     return prepared_by(
-        lambda at: at.use(x=at.x[at.mask], y=jnp.take(at.y, at.mask, axis=0), mask=at.mask < 0),
-        batch=(x, y, index),
+        lambda at: at.use(x=at.x[at.mask], y=jnp.take(at.y, at.mask, axis=0), mask=at.more[0]),
+        batch=(x, y, index, index < 0),
+        private=(2, 3, 4, 5),
     )
 
 
@@ -374,18 +377,19 @@ def scanned_indices():
     """The same, a row of indices in each turn of a scan."""
     params, static = eqx.partition(mlp(), eqx.is_inexact_array)
 
-    def epoch(params, state, xs, ys, indices):
-        def step(carry, index):
-            params, state = carry
+    def epoch(params, state, xs, ys, *chosen):
+        def step(carry, chosen):
+            (params, state), (index, mask) = carry, chosen
             noise = Noise(state.stream)
-            at = At(eqx.combine(params, static), state, xs[index], ys[index], index < 0)
+            at = At(eqx.combine(params, static), state, xs[index], ys[index], mask)
             noisy = at.noised(noise=noise)
             return updated(params, state._replace(stream=noise.state), noisy), None
 
-        return lax.scan(step, (params, state), indices)[0]
+        return lax.scan(step, (params, state), chosen)[0]
 
     index = jnp.stack([jnp.where(data()[2], -1, jnp.arange(SLOTS))] * 3)
-    return by_hand(epoch, model=params, state=first_state(params), batch=(*data()[:2], index))
+    batch = {"batch": (*data()[:2], index, index < 0), "private": (2, 3, 4, 5)}
+    return by_hand(epoch, model=params, state=first_state(params), **batch)
 
 
 def rules_and_the_plan():
@@ -424,10 +428,6 @@ def chunks(at):
 # More of what users write.
 
 PROJECTION, BACKBONE = jnp.ones((WIDTH, WIDTH)), eqx.nn.MLP(WIDTH, WIDTH, 4, 1, key=SECRET_KEY)
-
-
-def smoothed(x):
-    return jnp.convolve(x, jnp.ones(3), "same")
 
 
 VIEWS = {
@@ -587,7 +587,6 @@ BY_PARTS = {
     "noise_in_both_branches": lambda at: at.noise.chosen(
         1 * (at.state.step < 3), [lambda g, n: with_noise(g, n, 2 * STDDEV), with_noise], at.sum()
     ),
-    "key_that_is_split": lambda at: at.noised(at.sum(dropout_loss, key=at.keys[1])),
     "noise_in_two_parts": lambda at: at.noised(at.noised(stddev=0.6 * STDDEV), 0.8 * STDDEV),
     "turns_of_two_losses": lambda at: at.noised(
         lax.cond(at.state.step % 2 == 0, at.sum, lambda: at.sum(absolute_error))
@@ -612,7 +611,6 @@ BY_LOOPS = {
 # Noise by hand: dp.add_noise is what the check knows.
 BY_NORMALS = {
     "normals": with_normals,
-    "flat": turned,
     "taken_away": lambda g, k: added(g, scaled(-1.0, noise_alone(g, k))),
 }
 

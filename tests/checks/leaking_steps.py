@@ -15,7 +15,7 @@ import optax
 import optax.contrib
 from dp_accounting import NeighboringRelation
 from jax import lax
-from jax.random import bernoulli, key_data, normal, split, uniform
+from jax.random import bernoulli, fold_in, key_data, normal, split, uniform
 
 import eqx_dp as dp
 from tests.checks.honest_steps import ensemble
@@ -281,16 +281,19 @@ def halves(at):
     return at.rows(slice(4)), at.rows(slice(4, 8))
 
 
+def microbatches(at):
+    return leafwise(lambda a: a.reshape(4, -1, *a.shape[1:]), (at.x, at.y, at.mask))
+
+
 def accumulated(at, add):
     """`add(total, grads, i)` of chunks of a batch, in a scan; noise on what comes out."""
-    parts = leafwise(lambda a: a.reshape(4, -1, *a.shape[1:]), (at.x, at.y, at.mask))
 
     def turn(total, i_and_part):
         i, part = i_and_part
         grads = At(at.model, at.state, *part).sum()
         return jax.tree.map(lambda t, g: add(t, g, i), total, grads), None
 
-    return at.noised(lax.scan(turn, zero_sums(), (jnp.arange(4), parts))[0])
+    return at.noised(lax.scan(turn, zero_sums(), (jnp.arange(4), microbatches(at)))[0])
 
 
 def models_mapped(at):
@@ -390,11 +393,6 @@ EACH = {
 
 
 # Noise that is too little, twice the same, or taken away.
-
-
-def last_of(grads):
-    """One leaf: the last bias."""
-    return jax.tree.leaves(grads)[-1]
 
 
 # What stands for adding the noise.
@@ -642,6 +640,10 @@ CARRYING = {
         jnp.zeros((SLOTS, WIDTH)),
     ),
     "not_advanced": lambda at: (at.noised(), {"stream": at.state.stream}),
+    "one_key_in_all_calls": lambda at: loss_with_key(at, at.state.key, {}),
+    "counter_that_stands_still": lambda at: loss_with_key(
+        at, fold_in(at.state.key, at.state.step), {"step": at.state.step}
+    ),
     "carried_every_second_step": every_second_step,
     # The state carries two streams and exchanges them.
     "exchanged_streams": (
@@ -767,26 +769,24 @@ ROUND_BESIDE = {
 }
 
 
-def last_microbatch_alone(at):
-    """Of two totals that a scan carries, the first is the second plus one microbatch's sum."""
-    parts = leafwise(lambda a: a.reshape(4, 2, *a.shape[1:]), (at.x, at.y, at.mask))
+def two_totals(at, turn):
+    """A scan over microbatches carries two totals; a turn gives the next two."""
 
-    def turn(carry, part):
-        return (added(carry[1], At(at.model, at.state, *part).sum()), carry[1]), None
+    def step(totals, part):
+        return turn(*totals, At(at.model, at.state, *part).sum()), None
 
-    return at.noised(lax.scan(turn, (zero_sums(), zero_sums()), parts)[0][0])
+    return lax.scan(step, (zero_sums(), zero_sums()), microbatches(at))[0]
 
 
 def microbatches_with_other_weights(at):
     """A key that the loop carries gives each microbatch another weight."""
-    parts = leafwise(lambda a: a.reshape(4, 2, *a.shape[1:]), (at.x, at.y, at.mask))
 
     def turn(carry, part):
         key, own = split(carry[1])
         weighted = At(at.model, at.state, *part).times(jnp.full(2, uniform(own)))
         return (added(carry[0], weighted.sum()), key), None
 
-    return at.noised(lax.scan(turn, (zero_sums(), at.more[0]), parts)[0][0])
+    return at.noised(lax.scan(turn, (zero_sums(), at.more[0]), microbatches(at))[0][0])
 
 
 def models_with_one_stream():
@@ -800,7 +800,13 @@ ROUND_STEPS = {
     "every_second_row": lambda at: at.noised(at.rows(slice(0, None, 2)).sum()),
 }
 ROUND_EACH = {
-    "last_microbatch_alone": lambda: step_of(last_microbatch_alone),
+    # The first is the second plus one microbatch's sum, and the other way round.
+    "last_microbatch_alone": lambda: step_of(
+        lambda at: at.noised(two_totals(at, lambda one, two, part: (added(two, part), two))[0])
+    ),
+    "total_before_the_last_microbatch": lambda: step_of(
+        lambda at: (at.noised(), two_totals(at, lambda one, two, part: (added(one, part), one))[1])
+    ),
     "microbatches_with_other_weights": lambda: step_of(
         microbatches_with_other_weights, batch=(*data(), ROOT)
     ),

@@ -319,7 +319,7 @@ def test_rules_of_modules_are_held_exactly(method, ways, rules):
 
 def test_a_step_built_without_the_rule():
     """Neither is a rule of another policy a licence, nor goes one unnoticed that is not there."""
-    idle = ("module rule", "first.*=float32", "no call of a module under this rule")
+    idle = ("module rule", "first.*=float32", "no call of a module")
     plain = dp.parse_policy("p=f32,c=bf16")
     assert found(check(net("product"), plain, FIRST_WIDE, method="per_example")) == {idle}
     other = dp.parse_policy("p=f32,c=bf16,module:second.*=float32")

@@ -15,6 +15,7 @@ The stand-ins share no code with the package.
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -146,31 +147,57 @@ class ClippedSum:
     def __call__(
         self, model: Any, *batch: Any, key: Any = None, is_padding_example: Any = None
     ) -> Any:
-        loss = self.loss
+        loss, numbers = self.loss, (self.l2_clip_norm, self.normalize_by)
         if key is not None:  # independent for each example, so it may be coupled by content
             rows = zip(*(np.asarray(of, np.float32) for of in batch), strict=True)
             words = [hash(tuple(row.tobytes() for row in parts)) % 2**31 for parts in rows]
             batch = *batch, jnp.asarray(words, jnp.uint32)
-            root = jax.random.wrap_key_data(key)
-            loss = lambda m, *row: self.loss(m, *row[:-1], key=jax.random.fold_in(root, row[-1]))  # noqa: E731
-        axes = (None, *[0] * len(batch))
-        gradients = jax.vmap(jax.grad(loss), axes)(model, *batch)
-        leaves = jax.tree.leaves(gradients)
-        flat = jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
-        norm = jnp.sqrt(jnp.sum(jnp.where(jnp.isfinite(flat), flat, 0) ** 2, axis=1))
-        counts = jnp.isfinite(flat).all(1)
-        if is_padding_example is not None:
-            counts = counts & ~jnp.asarray(is_padding_example)
-        factor = (
-            jnp.minimum(1, self.l2_clip_norm / jnp.where(norm > 0, norm, 1)) / self.normalize_by
-        )
+        arguments = model, batch, is_padding_example, key
+        functions = (loss.func, *loss.args) if isinstance(loss, partial) else (loss,)
+        if any(function.__closure__ for function in functions) or _traced(arguments):
+            return _sum_of(loss, numbers, *arguments)
+        # Equal texts are one function: it is compiled once for all steps.
+        text = *(function.__code__ for function in functions), numbers
+        same = _COMPILED.setdefault(text, jax.jit(partial(_sum_of, loss, numbers)))
+        return same(*arguments)
 
-        def total(leaf: Any) -> Any:
-            along = (-1, *[1] * (leaf.ndim - 1))
-            kept = jnp.where(counts.reshape(along), leaf * factor.reshape(along), 0)
-            return kept.sum(0)
 
-        return jax.tree.map(total, gradients)
+_COMPILED: dict[Any, Callable[..., Any]] = {}
+
+
+def _sum_of(
+    loss: Callable[..., Any],
+    numbers: tuple[float, float],
+    model: Any,
+    batch: Any,
+    mask: Any,
+    key: Any,
+) -> Any:
+    """The sum of clipped gradients of a loss, of a clip norm and a divisor."""
+    l2_clip_norm, normalize_by = numbers
+
+    def of_row(model: Any, *row: Any) -> Any:
+        if key is None:
+            return loss(model, *row)
+        own = jax.random.fold_in(jax.random.wrap_key_data(key), row[-1])
+        return loss(model, *row[:-1], key=own)
+
+    axes = (None, *[0] * len(batch))
+    gradients = jax.vmap(jax.grad(of_row), axes)(model, *batch)
+    leaves = jax.tree.leaves(gradients)
+    flat = jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
+    norm = jnp.sqrt(jnp.sum(jnp.where(jnp.isfinite(flat), flat, 0) ** 2, axis=1))
+    counts = jnp.isfinite(flat).all(1)
+    if mask is not None:
+        counts = counts & ~jnp.asarray(mask)
+    factor = jnp.minimum(1, l2_clip_norm / jnp.where(norm > 0, norm, 1)) / normalize_by
+
+    def total(leaf: Any) -> Any:
+        along = (-1, *[1] * (leaf.ndim - 1))
+        kept = jnp.where(counts.reshape(along), leaf * factor.reshape(along), 0)
+        return kept.sum(0)
+
+    return jax.tree.map(total, gradients)
 
 
 class _In:
@@ -199,7 +226,8 @@ def _stand_ins(draws: Draws, plan: Any) -> dict[str, Any]:
     def fori_loop(low: Any, high: Any, body: Any, carry: Any) -> Any:
         if _traced((low, high)):
             return jax.lax.fori_loop(low, high, body, carry)
-        draws.show("turns", int(high) - int(low))
+        if not isinstance(low, int) or not isinstance(high, int):
+            draws.show("turns", int(high) - int(low))
         for i in range(int(low), int(high)):
             carry = body(i, carry)
         return carry
@@ -271,11 +299,12 @@ def _stand_ins(draws: Draws, plan: Any) -> dict[str, Any]:
 
 
 def _loss_of_user(loss: Callable[..., Any]) -> Callable[..., Any]:
-    def of_user(model: Any, x: Any, y: Any, missing: Any) -> Any:
-        losses = jax.vmap(loss, (None, 0, 0))(model, x, y)
-        return jnp.where(missing, 0, losses).sum() / jnp.maximum(1, (~missing).sum())
+    return partial(_of_user, loss)
 
-    return of_user
+
+def _of_user(loss: Callable[..., Any], model: Any, x: Any, y: Any, missing: Any) -> Any:
+    losses = jax.vmap(loss, (None, 0, 0))(model, x, y)
+    return jnp.where(missing, 0, losses).sum() / jnp.maximum(1, (~missing).sum())
 
 
 class Truth(NamedTuple):

@@ -1,41 +1,16 @@
 """Follows facts about values through a program, from its inputs to its results."""
 
 import abc
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..programs import (
-    Call,
-    Cond,
-    LinearSolve,
-    Scan,
-    ShardMap,
-    While,
-    inside,
-    interpret,
-    settled,
-    source_line,
-)
+from .inside import Call, Cond, LinearSolve, Scan, ShardMap, While, inside
+from .interpreter import interpret, settled
+from .lines import source_line
 
 Fact = TypeVar("Fact")
-
-
-def shape_of(variable: Any) -> tuple[int, ...]:
-    """The shape of a variable or a literal; () if it is no array."""
-    return tuple(getattr(variable.aval, "shape", ()))
-
-
-def size_of(variable: Any) -> int:
-    """How many entries it has."""
-    return math.prod(shape_of(variable))
-
-
-def dtype_of(variable: Any) -> Any:
-    """Its dtype; None if it is no array."""
-    return getattr(variable.aval, "dtype", None)
 
 
 class Loop(NamedTuple):
@@ -59,7 +34,7 @@ class Context(NamedTuple):
         times: how often an equation runs here, as far as shapes show.
         is_final: False while the facts about a loop's carry are still being found.
         path: the enclosing equations and the current one, to distinguish two calls of one program.
-        loops: around it, outermost first.
+        loops: around it, and devices that each run it, outermost first.
         is_choice: whether it is in a branch of a choice.
         line_of: finds the source line of an equation, given the line of the enclosing equation.
     """
@@ -77,11 +52,8 @@ class Context(NamedTuple):
         """The context of an equation; inside JAX's own functions no line is known."""
         info = equation.source_info
         line = self.line_of(equation, self.line) if info.traceback is not None else ""
-        return self._replace(
-            scope=f"{self.scope}/{info.name_stack}",
-            line=line or self.line,
-            path=(*self.path, id(equation)),
-        )
+        scope, path = f"{self.scope}/{info.name_stack}", (*self.path, id(equation))
+        return self._replace(scope=scope, line=line or self.line, path=path)
 
     def turn(self, length: int | None) -> "Context":
         """The context of the body of the current loop."""
@@ -119,33 +91,9 @@ class Flow(abc.ABC, Generic[Fact]):
         """The fact about a constant or a literal."""
         return self.nothing
 
-    def sliced(self, context: Context, fact: Fact) -> Fact:
-        """The fact about the slice that one turn of a scan takes."""
-        return fact
-
-    def stacked(self, context: Context, fact: Fact) -> Fact:
-        """The fact about the stacked results of a scan's turns."""
-        return fact
-
-    def entry(self, context: Context, fact: Fact, i: int) -> Fact:
-        """The fact about the i-th value that a loop carries, at the beginning of a turn."""
-        return fact
-
-    def widened(self, context: Context, start: Fact, end: Fact) -> Fact:
-        """The same, given that at the end of a turn."""
-        return self.joined([start, end])
-
-    def after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
-        """The same, after the last turn, from those before the loop and around a turn."""
-        return start
-
     def steered(self, context: Context, by: Fact, results: list[Fact]) -> list[Fact]:
         """The facts about results that a condition chooses, or of a loop that it stops."""
         return results
-
-    def on_devices(self, context: Context, spread: ShardMap, inputs: list[Fact]) -> list[Fact]:
-        """The facts about the results of a `shard_map`."""
-        return self.program(spread.body, inputs, context)
 
     def program(self, program: ClosedJaxpr, inputs: Sequence[Fact], context: Context) -> list[Fact]:
         """The facts about a program's results."""
@@ -167,8 +115,7 @@ class Flow(abc.ABC, Generic[Fact]):
             case Call(body=body):
                 return self.program(body, inputs, context)
             case ShardMap() as spread:  # on so many devices, each with its own shapes
-                times = context.times * spread.num_devices
-                return self.on_devices(context._replace(times=times), spread, inputs)
+                return self.program(spread.body, inputs, context.turn(spread.num_devices))
             case Scan() as scan:
                 return self.loop(context.turn(scan.length), scan.body, scan.split(inputs))
             case While() as loop:
@@ -194,17 +141,10 @@ class Flow(abc.ABC, Generic[Fact]):
         """
         consts, carry, slices = parts
         size, before = len(carry), context._replace(is_final=False)
-        slices = [self.sliced(context, fact) for fact in slices]
 
-        def step(entry: list[Fact], context: Context) -> list[Fact]:
-            return self.program(body, [*consts, *entry, *slices], context)
+        def step(carry: list[Fact], context: Context) -> list[Fact]:
+            return self.program(body, [*consts, *carry, *slices], context)
 
-        entry = settled(
-            lambda entry: step(entry, before)[:size],
-            [self.entry(context, fact, i) for i, fact in enumerate(carry)],
-            lambda start, end: self.widened(context, start, end),
-        )
-        whole = zip(carry, entry, step(entry, before)[:size], strict=True)
-        after = [self.after(context, *facts) for facts in whole]
-        results = step(entry, context)
-        return [*after, *(self.stacked(context, fact) for fact in results[size:])]
+        join = lambda start, end: self.joined([start, end])  # noqa: E731
+        carry = settled(lambda carry: step(carry, before)[:size], carry, join)
+        return [*carry, *step(carry, context)[size:]]
