@@ -7,7 +7,7 @@ bounds the error of each function.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any, TypeAlias
@@ -107,18 +107,16 @@ def minus_log(zeros: Any, piece: Any, fraction: Fixed) -> tuple[Fixed, Fixed]:
     With y = fraction / (32 - piece) it is zeros log 2 - log(1 - piece / 32) - log(1 - y).
     """
     y = product(fraction, _selected(_SLOPES, piece))  # 16 times as large
-    series = short_polynomial(_LOG_SHORT, y, alternates=False) >> np.uint64(21)
-    for term in reversed(_LOG_LONG):
-        series = term + product(series, y)
+    series = _series(_LOG_LONG, _LOG_SHORT, 21, y, jnp.add)
     base = zeros.astype(jnp.uint64) * _LOG_2 + _selected(_LOGS, piece)
     return base, (y + product(product(series, y), y)) >> np.uint64(4)
 
 
 def square_root(x: Fixed) -> Fixed:
     """The square root of a number that is at least 1/4."""
+    *terms, y = _constants(_ROOT_TERMS)
     high = x >> _32
-    y = _ROOT_TERMS[3]
-    for term in reversed(_ROOT_TERMS[:3]):
+    for term in reversed(terms):
         y = term - (high * y >> _32)
     y = y << np.uint64(1)  # 1 / sqrt(x), in units of 2^-31
     for _ in range(2):  # Newton's method: from below
@@ -131,27 +129,26 @@ def square_root(x: Fixed) -> Fixed:
 def sine(u: Fixed) -> Fixed:
     """sin(pi/4 u)."""
     x = product(u, u)
-    series = short_polynomial(_SIN_SHORT, x, alternates=True) >> np.uint64(21)
-    for term in reversed(_SIN_LONG):
-        series = term - product(series, x)
-    return product(series, u)
+    return product(_series(_SIN_LONG, _SIN_SHORT, 21, x, jnp.subtract), u)
 
 
 def versine(u: Fixed) -> Fixed:
     """1 - cos(pi/4 u)."""
     x = product(u, u)
-    series = short_polynomial(_COS_SHORT, x, alternates=True) >> np.uint64(25)
-    for term in reversed(_COS_LONG):
-        series = term - product(series, x)
-    return product(series, x)
+    return product(_series(_COS_LONG, _COS_SHORT, 25, x, jnp.subtract), x)
 
 
-def short_polynomial(terms: Sequence[Any], x: Fixed, *, alternates: bool) -> Fixed:
-    """By products of the upper halves; terms fall so fast that nothing is below 0 or above 1."""
-    high, found = x >> _32, terms[-1]
-    for term in reversed(terms[:-1]):
-        more = (found >> _32) * high
-        found = term - more if alternates else term + more
+def _series(long: Any, short: Any, bits: int, x: Fixed, plus: Callable[[Any, Any], Any]) -> Fixed:
+    """A polynomial; by products of the upper halves for terms in units of 2^-(64 + bits).
+
+    Terms fall so fast that nothing is below 0 or above 1, also where `plus` subtracts.
+    """
+    *terms, found = _constants(short)
+    for term in reversed(terms):
+        found = plus(term, (found >> _32) * (x >> _32))
+    found = found >> np.uint64(bits)
+    for term in reversed(_constants(long)):
+        found = plus(term, product(found, x))
     return found
 
 
@@ -163,13 +160,27 @@ def product(a: Fixed, b: Fixed) -> Fixed:
     return a_high * b_high + mixed
 
 
+def held(x: Any) -> Any:
+    """`x`; on a GPU an array in memory, between the kernels that make it and that read it.
+
+    Kernels have at most 96 operands there, and XLA counts every constant. It cuts what has more
+    into several kernels, with as much as 40 bytes an entry between them.
+    """
+    hold = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(x, cuda=hold, rocm=hold, default=lambda x: x)
+
+
+def _constants(numbers: Sequence[Any]) -> list[Any]:
+    return [*held(jnp.array(numbers))]
+
+
 def _joined(high: Any, low: Any) -> Fixed:
     return (high.astype(jnp.uint64) << _32) | low.astype(jnp.uint64)
 
 
 def _selected(table: Sequence[Any], index: Any) -> Fixed:
     """The entry of a table, chosen by the bits of the index: no table in memory is read."""
-    found, bit = list(table), 0
+    found, bit = _constants(table), 0
     while len(found) > 1:
         is_odd = _is_set(index, bit)
         found = [
