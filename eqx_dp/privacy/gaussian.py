@@ -123,8 +123,9 @@ def _noised(
     """Adds noise to one leaf, or to several side by side; with `past`, returns what to keep, too.
 
     Every entry can encrypt the block of its pair by itself. Then a device needs no other's entries,
-    and all is one kernel without memory beside it. On a CPU that is slower than to draw pairs,
-    which takes six bytes an entry.
+    and all is one kernel without memory beside it; on a GPU two, between which whole cells are in
+    the memory of the result (`held`). On a CPU that is slower than to draw pairs, which takes six
+    bytes an entry.
     """
     with stage("grid"):
         sums = [gradient.astype(dtype) for gradient in gradients]

@@ -6,7 +6,7 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.device import made_for
 from eqx_dp.gradients.leaves import computed_once
-from tests.benchmarks.compiled import OURS, compiled, gradient, mesh_of, on_mesh
+from tests.benchmarks.compiled import OURS, SMALL, compiled, gradient, mesh_of, noise, on_mesh
 from tests.benchmarks.rows import gpt, mlp
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
@@ -29,6 +29,23 @@ def test_products_are_narrow_and_no_host_waits(mesh, row, method):
     assert found.costs.narrow_share >= 0.95
     assert found.costs.waits == found.costs.callbacks == 0
     assert "f64[" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "method"),
+    [("GPT stacked, tied", "mixed_float8", "ghost"), ("MLP", "bfloat16", "book_keeping")],
+)
+def test_nothing_waits_where_all_is_spread(mesh, model, policy, method):
+    found = gradient(method, SMALL[model](), mesh, policy, is_spread=True)
+    assert found.costs.waits == found.costs.callbacks == 0
+    assert "f64[" not in found.text
+
+
+def test_noise_takes_less_than_a_byte_an_entry(mesh):
+    """On GPUs also where positions have 64 bits; so much is more than one v5e has."""
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    for side in (2**12, 70_000) if is_gpu else (2**12,):
+        assert noise((side, side), mesh).temporary < side**2
 
 
 def test_the_measured_array_is_the_added_one(mesh):
