@@ -10,10 +10,10 @@ without CUDA graphs. `compile` is this machine's time. Noise is compiled by itse
 for an entry of one leaf. A peer's microbatch of 1 example gives only one device of a mesh an
 example: on 8 devices compare the row of 8.
 
-`--matrix` compiles small models under every preset but float64, by three methods, fully sharded on
-Auto or Explicit axes, and reads what must be 0: callbacks, conditionals and loops of unknown
-length, arrays of float64. All are 288 programs, ordered so that the first 48 have every preset with
-every model on both devices.
+`--matrix 0 288` compiles small models under every preset but float64, by three methods, fully
+sharded on Auto or Explicit axes, and reads what must be 0: callbacks, conditionals and loops of
+unknown length, arrays of float64. The first 48 of the 288 programs have every preset with every
+model on both devices.
 
 Needs the extra `compilers`, and `JAX_PLATFORMS=cpu`.
 """
@@ -163,26 +163,33 @@ def noise(shape: tuple[int, ...], mesh: Mesh) -> Compiled:
     return compiled(lambda x, stream: dp.add_noise(x, stream, 1.0), *both)
 
 
-def matrix(count: int) -> Iterator[dict[str, str]]:
-    """The first programs of the matrix."""
+def matrix(first: int, end: int) -> Iterator[dict[str, str]]:
+    """Programs of the matrix, by their numbers."""
+    columns = ("waits", "float64", "in 16 or 8 bits", "compile, s")
     cells = itertools.product(range(6), enumerate(POLICIES), enumerate(SMALL), enumerate(MATRIX_ON))
-    for turn, (p, policy), (m, model), (d, on) in itertools.islice(cells, count):
+    for turn, (p, policy), (m, model), (d, on) in itertools.islice(cells, first, end):
         method = OURS[(p + m + d + turn) % 3]
         axes = (AxisType.Auto, AxisType.Explicit)[(p + m + turn) % 2]
         its = {"model": model, "policy": policy, "on": on, "method": method, "axes": axes.name}
         row, mesh = SMALL[model](), mesh_of(on, axes)
         try:
             found = gradient(method, row, mesh, policy, is_spread=True)
-        except Exception as error:  # is the row
-            yield its | {"callbacks": f"{type(error).__name__}: {str(error)[:200]}"}
+        except Exception as error:  # is in the row
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            yield its | {"callbacks": said} | dict.fromkeys(columns, "-")
             continue
-        yield its | {
-            "callbacks": f"{found.costs.callbacks:.0f}",
-            "waits": f"{found.costs.waits:.0f}",
-            "float64": str(found.text.count(" f64[")),
-            "in 16 or 8 bits": f"{100 * found.costs.narrow_share:.1f} %",
-            "compile, s": f"{found.seconds:.0f}",
-        }
+        costs = found.costs
+        cells_of_row = (
+            f"{costs.waits:.0f}",
+            str(found.text.count(" f64[")),
+            f"{100 * costs.narrow_share:.1f} %",
+            f"{found.seconds:.0f}",
+        )
+        yield (
+            its
+            | {"callbacks": f"{costs.callbacks:.0f}"}
+            | dict(zip(columns, cells_of_row, strict=True))
+        )
 
 
 def line(name: str, found: Compiled, ordinary: Compiled, on: str) -> dict[str, str]:
@@ -213,7 +220,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=["mlp", "gpt"], help="models")
     parser.add_argument("--on", nargs="+", default=ON, help="h100:8, tpu:v5e:4x4 and the like")
     parser.add_argument(
-        "--matrix", type=int, default=0, help="so many programs of the matrix alone"
+        "--matrix", type=int, nargs=2, help="of the matrix alone: the first program, and the end"
     )
 
 
@@ -221,7 +228,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     """The matrix; or a table a model, then noise."""
     if options.matrix:
         rows: list[dict[str, str]] = []
-        for row in matrix(options.matrix):
+        for row in matrix(*options.matrix):
             rows.append(row)
             print("  ".join(row.values()), flush=True)
         yield Table("The matrix", rows)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 import eqx_dp as dp
 from eqx_dp.device import made_for
@@ -14,12 +15,16 @@ SMALL_GPT = gpt(batch=8, length=64, width=128, depth=1, vocabulary=256)
 ROWS = {"mlp": mlp(batch=16, inputs=64, width=64, depth=1), "gpt": SMALL_GPT}
 
 
-@pytest.fixture(scope="module", params=["h100:2", "tpu:v5e:2x2"])
-def mesh(request):
+def compilable(on, axis_type=AxisType.Auto):
     try:
-        return mesh_of(request.param)
+        return mesh_of(on, axis_type)
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=["h100:2", "tpu:v5e:2x2"])
+def mesh(request):
+    return compilable(request.param)
 
 
 @pytest.mark.parametrize("method", OURS)
@@ -32,11 +37,11 @@ def test_products_are_narrow_and_no_host_waits(mesh, row, method):
 
 
 @pytest.mark.parametrize(
-    ("model", "policy", "method"),
-    [("GPT stacked, tied", "mixed_float8", "ghost"), ("MLP", "bfloat16", "book_keeping")],
+    ("on", "method"), [("h100:2", "book_keeping"), ("tpu:v5e:2x2", "per_example")]
 )
-def test_nothing_waits_where_all_is_spread(mesh, model, policy, method):
-    found = gradient(method, SMALL[model](), mesh, policy, is_spread=True)
+def test_nothing_waits_where_all_is_spread(on, method):
+    mesh = compilable(on, AxisType.Explicit)
+    found = gradient(method, SMALL["CNN"](), mesh, "bfloat16", is_spread=True)
     assert found.costs.waits == found.costs.callbacks == 0
     assert "f64[" not in found.text
 
