@@ -68,6 +68,9 @@ class Explanation(NamedTuple):
         flops: floating-point operations of the whole batch: of contractions and convolutions in
             the loss and its gradient, without clipping, from the traced program; `"ghost"` takes
             those of cotangents twice.
+        across: the dtype in which sums are added over the parts of the batch.
+        reserve: the share of the clip norm that is left for the rounding of the sum (rho in
+            `privacy/finite_precision.md`), on the devices of the sharding rules.
     """
 
     rows: tuple[Row, ...]
@@ -78,13 +81,19 @@ class Explanation(NamedTuple):
     reason: str
     sample: SampleSize | None
     flops: float
+    across: str
+    reserve: float
 
     def _parts(self) -> Iterator[Part]:
         why = f"method {self.method}, {self._at_once()}: {self.reason}"
         flops, size = sum(row.flops for row in self.rows), sum(row.bytes for row in self.rows)
         total = Row("total", (), "", why, "", "", "", flops, size)
         yield [_HEAD, *map(_cells, (*self.rows, total))]
-        yield f"gradient without clipping: {self.flops:.3e} FLOPs"
+        meets = f", of {self.num_shards} parts in {self.across}" if self.num_shards > 1 else ""
+        yield (
+            f"gradient without clipping: {self.flops:.3e} FLOPs; sum over examples{meets}: "
+            f"{self.reserve:.2%} of the clip norm are left for rounding"
+        )
         if self.sample is not None:
             of_device = self.sample.slots // self.num_shards
             size = max(1, min(self.microbatch_size or of_device, of_device))
@@ -167,7 +176,11 @@ def explain(
         rows.append(Row(path, cost.uses, cost.way, why, *dtypes, flops, size))
     at_once = choice.method, choice.microbatch_size, num_examples, found.num_shards
     flops = float(num_examples * matmul_flops(gradient))
-    return Explanation(tuple(rows), *at_once, choice.reason, choice.batch.sample, flops)
+    with made_for(grad_fn.sharding):
+        across = "float64" if found.is_wide else str(traced.accumulate_dtype)
+        reserve = found.drift(configuration.normalize_by != 1)
+    reason, sample = choice.reason, choice.batch.sample
+    return Explanation(tuple(rows), *at_once, reason, sample, flops, across, reserve)
 
 
 def _gradient(call: Prepared, rules: ShardingRules | None) -> jex_core.ClosedJaxpr:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Shaped, UInt32
 from ..precision import stage
 from .chacha import NOISE, ROUNDS, block, positions
 from .grid import cells_of, in_cells, on_grid, rounded
-from .integer_gaussian import WORDS, pair_of_normals, product
+from .integer_gaussian import WORDS, held, pair_of_normals, product
 from .strategies import Banded
 from .stream import Counter, NoiseStream, earlier
 
@@ -123,8 +123,9 @@ def _noised(
     """Adds noise to one leaf, or to several side by side; with `past`, returns what to keep, too.
 
     Every entry can encrypt the block of its pair by itself. Then a device needs no other's entries,
-    and all is one kernel without memory beside it. On a CPU that is slower than to draw pairs,
-    which takes six bytes an entry.
+    and all is one kernel without memory beside it; on a GPU two, between which whole cells are in
+    the memory of the result (`held`). On a CPU that is slower than to draw pairs, which takes six
+    bytes an entry.
     """
     with stage("grid"):
         sums = [gradient.astype(dtype) for gradient in gradients]
@@ -151,7 +152,8 @@ def _noised(
 
         noise, fresh = _correlated(draw, counter, correlation, past)
         kept = [*zip(*(_apart(x, shapes) for x in _words_of(fresh)), strict=True)] if past else []
-        return _apart(_noisy(total, _cells(total, noise, stddev), stddev), shapes), kept
+        cells = held(_cells(total, noise, stddev).astype(jnp.int32)).astype(jnp.int64)
+        return _apart(_noisy(total, cells, stddev), shapes), kept
 
     def by_pair(
         counter: Counter, names: Any, sums: list[Any], past: list[Past]

@@ -7,7 +7,7 @@ bounds the error of each function.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any, TypeAlias
@@ -39,18 +39,18 @@ def _fixed(numbers: Sequence[Fraction], bits: int) -> list[Any]:
     return [np.uint64(round(number * 2**bits)) for number in numbers]
 
 
-# For each piece j of an octave of p: 16 / (32 - j), and log(32 / (32 - j)) in units of 2^-56.
+# For each piece j of an octave of p: 16 / (32 - j), and log(32 / (32 - j)) in units of 2^-56,
+# where j = 16, for log 2, is a whole octave.
 _BORDERS = [Fraction(2 * _PIECES, 2 * _PIECES - j) for j in range(_PIECES)]
 _SLOPES = _fixed([border / 2 for border in _BORDERS], 64)
-_LOGS = _fixed([_log(border) for border in _BORDERS], 56)
-_LOG_2 = _fixed([_log(Fraction(2))], 56)[0]
+_LOGS = _fixed([_log(border) for border in (*_BORDERS, Fraction(2))], 56)
 # Taylor series: some terms in units of 2^-64, the others in larger units, for short products.
 _LOG_TERMS = [Fraction(1, (i + 1) * _PIECES**i) for i in range(1, 12)]
 _COS_TERMS = [(_PI / 4) ** i / math.factorial(i) for i in range(2, 18, 2)]
 _SIN_TERMS = [(_PI / 4) ** i / math.factorial(i) for i in range(1, 17, 2)]
-_LOG_LONG, _LOG_SHORT = _fixed(_LOG_TERMS[:4], 64), _fixed(_LOG_TERMS[4:], 64 + 21)
-_COS_LONG, _COS_SHORT = _fixed(_COS_TERMS[:4], 64), _fixed(_COS_TERMS[4:], 64 + 25)
-_SIN_LONG, _SIN_SHORT = _fixed(_SIN_TERMS[:4], 64), _fixed(_SIN_TERMS[4:], 64 + 21)
+_LOG = _fixed(_LOG_TERMS[:4], 64) + _fixed(_LOG_TERMS[4:], 64 + 21)
+_COS = _fixed(_COS_TERMS[:4], 64) + _fixed(_COS_TERMS[4:], 64 + 25)
+_SIN = _fixed(_SIN_TERMS[:4], 64) + _fixed(_SIN_TERMS[4:], 64 + 21)
 # 1 / sqrt(x) within 0.8 % for x from 1/4 to 1, in units of 2^-30 and with falling signs.
 _ROOT_TERMS = _fixed([*map(Fraction, ("3.1123", "5.9108", "6.2299", "2.4384"))], 30)
 _ROOT_OF_2 = Fraction("1.41421356237309504880168872420969807856967187537694")
@@ -106,19 +106,19 @@ def minus_log(zeros: Any, piece: Any, fraction: Fixed) -> tuple[Fixed, Fixed]:
 
     With y = fraction / (32 - piece) it is zeros log 2 - log(1 - piece / 32) - log(1 - y).
     """
-    y = product(fraction, _selected(_SLOPES, piece))  # 16 times as large
-    series = short_polynomial(_LOG_SHORT, y, alternates=False) >> np.uint64(21)
-    for term in reversed(_LOG_LONG):
-        series = term + product(series, y)
-    base = zeros.astype(jnp.uint64) * _LOG_2 + _selected(_LOGS, piece)
+    numbers = _constants([*_SLOPES, *_LOGS, *_LOG])
+    y = product(fraction, _selected(numbers[:_PIECES], piece))  # 16 times as large
+    series = _series(numbers[2 * _PIECES + 1 :], 21, y, jnp.add)
+    of_octaves = zeros.astype(jnp.uint64) * numbers[2 * _PIECES]
+    base = of_octaves + _selected(numbers[_PIECES : 2 * _PIECES], piece)
     return base, (y + product(product(series, y), y)) >> np.uint64(4)
 
 
 def square_root(x: Fixed) -> Fixed:
     """The square root of a number that is at least 1/4."""
+    *terms, y = _constants(_ROOT_TERMS)
     high = x >> _32
-    y = _ROOT_TERMS[3]
-    for term in reversed(_ROOT_TERMS[:3]):
+    for term in reversed(terms):
         y = term - (high * y >> _32)
     y = y << np.uint64(1)  # 1 / sqrt(x), in units of 2^-31
     for _ in range(2):  # Newton's method: from below
@@ -131,27 +131,26 @@ def square_root(x: Fixed) -> Fixed:
 def sine(u: Fixed) -> Fixed:
     """sin(pi/4 u)."""
     x = product(u, u)
-    series = short_polynomial(_SIN_SHORT, x, alternates=True) >> np.uint64(21)
-    for term in reversed(_SIN_LONG):
-        series = term - product(series, x)
-    return product(series, u)
+    return product(_series(_constants(_SIN), 21, x, jnp.subtract), u)
 
 
 def versine(u: Fixed) -> Fixed:
     """1 - cos(pi/4 u)."""
     x = product(u, u)
-    series = short_polynomial(_COS_SHORT, x, alternates=True) >> np.uint64(25)
-    for term in reversed(_COS_LONG):
-        series = term - product(series, x)
-    return product(series, x)
+    return product(_series(_constants(_COS), 25, x, jnp.subtract), x)
 
 
-def short_polynomial(terms: Sequence[Any], x: Fixed, *, alternates: bool) -> Fixed:
-    """By products of the upper halves; terms fall so fast that nothing is below 0 or above 1."""
-    high, found = x >> _32, terms[-1]
-    for term in reversed(terms[:-1]):
-        more = (found >> _32) * high
-        found = term - more if alternates else term + more
+def _series(terms: list[Any], bits: int, x: Fixed, plus: Callable[[Any, Any], Any]) -> Fixed:
+    """A polynomial; from the fifth on terms are in units of 2^-(64 + bits), and products short.
+
+    Terms fall so fast that nothing is below 0 or above 1, also where `plus` subtracts.
+    """
+    found = terms[-1]
+    for term in reversed(terms[4:-1]):
+        found = plus(term, (found >> _32) * (x >> _32))
+    found = found >> np.uint64(bits)
+    for term in reversed(terms[:4]):
+        found = plus(term, product(found, x))
     return found
 
 
@@ -163,6 +162,20 @@ def product(a: Fixed, b: Fixed) -> Fixed:
     return a_high * b_high + mixed
 
 
+def held(x: Any) -> Any:
+    """`x`; on a GPU an array in memory, between the kernels that make it and that read it.
+
+    Kernels have at most 96 operands there, and XLA counts every constant. It cuts what has more
+    into several kernels, with as much as 40 bytes an entry between them.
+    """
+    hold = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(x, cuda=hold, rocm=hold, default=lambda x: x)
+
+
+def _constants(numbers: Sequence[Any]) -> list[Any]:
+    return [*held(jnp.array(numbers))]
+
+
 def _joined(high: Any, low: Any) -> Fixed:
     return (high.astype(jnp.uint64) << _32) | low.astype(jnp.uint64)
 
@@ -172,9 +185,8 @@ def _selected(table: Sequence[Any], index: Any) -> Fixed:
     found, bit = list(table), 0
     while len(found) > 1:
         is_odd = _is_set(index, bit)
-        found = [
-            jnp.where(is_odd, odd, even) for even, odd in zip(found[::2], found[1::2], strict=True)
-        ]
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found = [jnp.where(is_odd, odd, even) for even, odd in pairs]
         bit += 1
     return found[0]
 

@@ -103,8 +103,9 @@ def without_examples(
             f"is for a mesh with axes {sharding.mesh.axis_names}; the mesh of the sharding rules "
             f"has {rules.mesh.axis_names}. Use one mesh for both."
         )
-    memory = rules.mesh.devices.flat[0].default_memory().kind
-    is_on_device = sharding.memory_kind in (None, "device", memory)
+    kind, device = sharding.memory_kind, rules.mesh.devices.flat[0]
+    # A GPU that is not here, but in the mesh, does not know its memory.
+    is_on_device = kind in (None, "device") or kind == device.default_memory().kind
     is_open = bool(sharding.spec.unreduced or sharding.spec.reduced)
     if equation.params.get("layout") is not None or is_open or not is_on_device:
         raise refused(

@@ -10,12 +10,19 @@ without CUDA graphs. `compile` is this machine's time. Noise is compiled by itse
 for an entry of one leaf. A peer's microbatch of 1 example gives only one device of a mesh an
 example: on 8 devices compare the row of 8.
 
+`--matrix 0 288` compiles small models under every preset but float64, by three methods, fully
+sharded on Auto or Explicit axes, and reads what must be 0: callbacks, conditionals and loops of
+unknown length, arrays of float64. The first 48 of the 288 programs have every preset with every
+model on both devices.
+
 Needs the extra `compilers`, and `JAX_PLATFORMS=cpu`.
 """
 
 import argparse
 import functools
 import importlib
+import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,12 +41,22 @@ import eqx_dp as dp
 from .command import Part
 from .contenders import CLIP_NORM, JAX_PRIVACY, NON_PRIVATE, non_private, of_jax_privacy
 from .page import MIB, Table
-from .rows import ROWS, Row, tiny
+from .rows import ROWS, Row, cnn, gpt, gpt_stacked, mlp, tiny
 
 ON = ("h100:1", "h100:8", "tpu:v5e:4x4")
 OURS = ("ghost", "book_keeping", "per_example")
 CONTENDERS = (NON_PRIVATE, *OURS, f"{JAX_PRIVACY} 1", f"{JAX_PRIVACY} 8")
-LEAVES = ((4096, 4096), (70_000, 70_000))
+LEAVES = ((1_000_000,), (10_000, 10_000), (65_536, 20_000), (70_000, 70_000))
+MATRIX_ON = ("h100:2", "tpu:v5e:2x2")
+POLICIES = tuple(name for name in dp.available_policies() if name != "float64")
+SMALL = {
+    "MLP": functools.partial(mlp, batch=16, inputs=64, width=64, depth=1),
+    "CNN": functools.partial(cnn, batch=16, side=8, channels=8, width=32),
+    "GPT": functools.partial(gpt, batch=8, length=32, width=64, depth=1, vocabulary=128),
+    "GPT stacked, tied": functools.partial(
+        gpt_stacked, batch=8, length=32, width=64, depth=2, vocabulary=128
+    ),
+}
 _POLICY = "mixed_bfloat16"
 
 
@@ -77,6 +94,17 @@ def on_mesh(mesh: Mesh, tree: Any, spec: P | None = None) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
 
+def spread_over(mesh: Mesh, params: Any) -> list[tuple[str, P]]:
+    """Each array along its last dimension that the devices divide."""
+    found: list[tuple[str, P]] = []
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        divided = [i for i, length in enumerate(x.shape) if length % mesh.size == 0]
+        if divided:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            found.append((name, P(*[None] * divided[-1], "data")))
+    return found
+
+
 def compiled(function: Callable[..., Any], *args: Any) -> Compiled:
     jax.clear_caches()
     lowered, start = jax.jit(function).trace(*args).lower(), time.perf_counter()
@@ -86,13 +114,20 @@ def compiled(function: Callable[..., Any], *args: Any) -> Compiled:
 
 
 def gradient(
-    name: str, row: Row, mesh: Mesh, policy: str = _POLICY, microbatch_size: int | None = None
+    name: str,
+    row: Row,
+    mesh: Mesh,
+    policy: str = _POLICY,
+    microbatch_size: int | None = None,
+    is_spread: bool = False,
 ) -> Compiled:
-    """The clipped gradient of one contender, compiled for a mesh."""
+    """The clipped gradient of one contender, for a mesh, which parameters may be spread over."""
     params, frozen, static = row.split()
-    rules = dp.ShardingRules(mesh, examples=("data",))
+    spread = spread_over(mesh, params) if is_spread else ()
+    rules = dp.ShardingRules(mesh, examples=("data",), params=spread)
     batch = on_mesh(mesh, row.batch, rules.example_spec)
-    arguments = (on_mesh(mesh, params), on_mesh(mesh, frozen), *batch)
+    placed = jax.tree.map(functools.partial(on_mesh, mesh), params, rules.specs(params))
+    arguments = (placed, on_mesh(mesh, frozen), *batch)
     if name in OURS:
         clipped = dp.filter_clipped_grad(
             row.loss,
@@ -128,6 +163,35 @@ def noise(shape: tuple[int, ...], mesh: Mesh) -> Compiled:
     return compiled(lambda x, stream: dp.add_noise(x, stream, 1.0), *both)
 
 
+def matrix(first: int, end: int) -> Iterator[dict[str, str]]:
+    """Programs of the matrix, by their numbers."""
+    columns = ("waits", "float64", "in 16 or 8 bits", "compile, s")
+    cells = itertools.product(range(6), enumerate(POLICIES), enumerate(SMALL), enumerate(MATRIX_ON))
+    for turn, (p, policy), (m, model), (d, on) in itertools.islice(cells, first, end):
+        method = OURS[(p + m + d + turn) % 3]
+        axes = (AxisType.Auto, AxisType.Explicit)[(p + m + turn) % 2]
+        its = {"model": model, "policy": policy, "on": on, "method": method, "axes": axes.name}
+        row, mesh = SMALL[model](), mesh_of(on, axes)
+        try:
+            found = gradient(method, row, mesh, policy, is_spread=True)
+        except Exception as error:  # is in the row
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            yield its | {"callbacks": said} | dict.fromkeys(columns, "-")
+            continue
+        costs = found.costs
+        cells_of_row = (
+            f"{costs.waits:.0f}",
+            str(found.text.count(" f64[")),
+            f"{100 * costs.narrow_share:.1f} %",
+            f"{found.seconds:.0f}",
+        )
+        yield (
+            its
+            | {"callbacks": f"{costs.callbacks:.0f}"}
+            | dict(zip(columns, cells_of_row, strict=True))
+        )
+
+
 def line(name: str, found: Compiled, ordinary: Compiled, on: str) -> dict[str, str]:
     chip, costs = example("chips").chip_of(example("chips").devices_of(on)[0]), found.costs
     seconds = [sum(its.seconds(chip).values()) for its in (costs, ordinary.costs)]
@@ -155,10 +219,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Which rows, and for which devices."""
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=["mlp", "gpt"], help="models")
     parser.add_argument("--on", nargs="+", default=ON, help="h100:8, tpu:v5e:4x4 and the like")
+    parser.add_argument(
+        "--matrix", type=int, nargs=2, help="of the matrix alone: the first program, and the end"
+    )
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """A table a model, then noise."""
+    """The matrix; or a table a model, then noise."""
+    if options.matrix:
+        rows: list[dict[str, str]] = []
+        for row in matrix(*options.matrix):
+            rows.append(row)
+            print("  ".join(row.values()), flush=True)
+        yield Table("The matrix", rows)
+        return
     for row in options.rows:
         made = ROWS[row](**(tiny(ROWS[row]) | {"batch": 16} if options.tiny else {}))
         lines: list[dict[str, str]] = []
@@ -175,12 +249,12 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     lines = []
     for on in [on for on in options.on if on.startswith("h100") or not options.short][:1]:
         for shape in LEAVES:
-            found, entries = noise(shape, mesh_of(on)), shape[0] * shape[1]
+            found, entries = noise(shape, mesh_of(on)), math.prod(shape)
             lines.append(
                 {
                     "on": on,
                     "leaf": " x ".join(map(str, shape)),
-                    "temporary, bytes an entry": f"{found.temporary / entries:.1f}",
+                    "temporary, bytes an entry": f"{found.temporary / entries:.3f}",
                     "compile, s": f"{found.seconds:.0f}",
                 }
             )

@@ -2,11 +2,12 @@
 
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 import eqx_dp as dp
 from eqx_dp.device import made_for
 from eqx_dp.rewrites import computed_once
-from tests.benchmarks.compiled import OURS, compiled, gradient, mesh_of, on_mesh
+from tests.benchmarks.compiled import OURS, SMALL, compiled, gradient, mesh_of, noise, on_mesh
 from tests.benchmarks.rows import gpt, mlp
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
@@ -14,12 +15,16 @@ SMALL_GPT = gpt(batch=8, length=64, width=128, depth=1, vocabulary=256)
 ROWS = {"mlp": mlp(batch=16, inputs=64, width=64, depth=1), "gpt": SMALL_GPT}
 
 
-@pytest.fixture(scope="module", params=["h100:2", "tpu:v5e:2x2"])
-def mesh(request):
+def compilable(on, axis_type=AxisType.Auto):
     try:
-        return mesh_of(request.param)
+        return mesh_of(on, axis_type)
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=["h100:2", "tpu:v5e:2x2"])
+def mesh(request):
+    return compilable(request.param)
 
 
 @pytest.mark.parametrize("method", OURS)
@@ -29,6 +34,23 @@ def test_products_are_narrow_and_no_host_waits(mesh, row, method):
     assert found.costs.narrow_share >= 0.95
     assert found.costs.waits == found.costs.callbacks == 0
     assert "f64[" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("on", "method"), [("h100:2", "book_keeping"), ("tpu:v5e:2x2", "per_example")]
+)
+def test_nothing_waits_where_all_is_spread(on, method):
+    mesh = compilable(on, AxisType.Explicit)
+    found = gradient(method, SMALL["CNN"](), mesh, "bfloat16", is_spread=True)
+    assert found.costs.waits == found.costs.callbacks == 0
+    assert "f64[" not in found.text
+
+
+def test_noise_takes_less_than_a_byte_an_entry(mesh):
+    """On GPUs also where positions have 64 bits; so much is more than one v5e has."""
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    for side in (2**12, 70_000) if is_gpu else (2**12,):
+        assert noise((side, side), mesh).temporary < side**2
 
 
 def test_the_measured_array_is_the_added_one(mesh):

@@ -117,6 +117,16 @@ def test_operations_of_an_mlp_are_counted_exactly():
         assert explained(CASE, 16, sharding=rules).flops == 16 * (3 * products - 2 * 6 * 8)
 
 
+def test_what_rounding_of_the_sum_costs_is_told():
+    """The rows of the table in `finite_precision.md`: blocks of 2 twice, then 8 parts."""
+    rules = dp.ShardingRules(jax.make_mesh((8,), ("data",)))
+    with jax.set_mesh(rules.mesh):
+        few, many = (explained(CASE, size, sharding=rules) for size in (16, 2**15))
+    assert few.reserve == pytest.approx(2.002 * (2 * 2 * 1 + 16 * 7) * 2**-24)
+    assert (few.across, many.across) == ("float32", "float64")
+    assert f"of 8 parts in float64: {many.reserve:.2%} of the clip norm" in str(many)
+
+
 # With a plan
 
 
@@ -124,7 +134,8 @@ def test_everyone_who_asks_with_a_plan_is_told_the_same():
     step = dp.make_step(
         CASE.loss, optax.sgd(0.1), PLAN, num_examples=1000, seed=3, l2_clip_norm=1.0
     )
-    batch, grad_fn = CASE.batch(SLOTS), clipped()
+    grad_fn = clipped(normalize_by=PLAN.sampling_prob * 1000)
+    batch = CASE.batch(SLOTS)
     asked = dp.explain(grad_fn, CASE.model, *batch, plan=PLAN)
     for told in (grad_fn.of_samples(PLAN.batches), step.grad_fn):
         found = dp.explain(told, CASE.model, *batch)
