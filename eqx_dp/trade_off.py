@@ -95,7 +95,8 @@ class TradeOff:
         The least d, to 1e-3, with which no attack on the Gaussian mechanism finds more than
         `found(a + d)` + d at any false alarms a. Of trade-off functions f and that of `mu`, f_mu:
         f(a + d) - d <= f_mu(a), the regret of Gomez et al. (arXiv 2503.10945, as their gdpnum
-        computes it). Below 0.01, `mu` says it all.
+        computes it). Below 0.01, `mu` says it all. At one a, the two shares that are found may
+        differ by about twice as much. 17 pairs in place of 180 change it by at most 0.003.
         """
         normal, alarms = cast(Any, stats.norm), _SHARES[1:]  # scipy is not typed
         gaussian = normal.cdf(normal.ppf(alarms) + self.mu)

@@ -9,7 +9,8 @@ from dp_accounting import NeighboringRelation
 
 from ..expected import expect, real_number, whole_number
 from ..trade_off import TradeOff
-from .accounting import ROUNDING_DELTA, SENSITIVITY_OF_UNIT_NORM, check_relation
+from .accounting import ROUNDING_DELTA, SENSITIVITY_OF_UNIT_NORM, check_relation, delta_left
+from .calibration import least_noise
 from .finite_precision import PRECISION_EPSILON, PRECISION_SHARE
 from .mechanism import Mechanism
 from .plan_json import read, written
@@ -125,7 +126,9 @@ class AccountedPlan:
             steps = math.ceil(passes / (kind.step_prob * cycle) - 1e-6) * cycle
         extras: Any = {"sampling": sampling, "noise": noise, "unit": unit}
         draft = cls(sampling_prob, steps, 1.0, delta, neighboring_relation, **extras)
-        multiplier = draft.mechanism().least_noise(draft._delta_left(draft.steps), budget)
+        runs = draft.mechanism().reduced
+        left = delta_left(runs(), draft._delta_left(draft.steps))
+        multiplier = least_noise(runs, left, budget - PRECISION_EPSILON)
         return dataclasses.replace(draft, noise_multiplier=multiplier)
 
     def epsilon(self, steps: SupportsIndex | None = None) -> float:
@@ -297,9 +300,12 @@ def epsilon_beyond(plan: AccountedPlan, steps: int) -> float:
     | at most the plan's steps | `plan.epsilon(steps)` |
     | a cycle was begun | it counts as a whole |
     | delta does not pay for so many steps, or nothing accounts for them | infinite |
+    | more than the plan's steps, and the plan is for one start (`BallsInBins`) | infinite |
     """
     if steps <= plan.steps:
         return plan.epsilon(steps)
+    if plan.mechanism().is_one_start:  # each start has bins of its own
+        return math.inf
     times, counted = -(-steps // plan.steps), plan.mechanism().counted(steps)
     try:
         longer = dataclasses.replace(plan, steps=counted, delta=plan.delta - times * plan.charged)

@@ -8,7 +8,8 @@ from typing import SupportsFloat
 
 import dp_accounting
 
-from ..expected import expect, real_number
+from ..expected import real_number
+from ..shown import shown
 from .accounting import Pairs, Runs, epsilon_at
 from .calibration import least_noise
 from .finite_precision import PRECISION_EPSILON
@@ -63,8 +64,12 @@ class Composition:
         return self.delta - math.fsum(plan.charged for plan in self.plans)
 
     def event(self) -> dp_accounting.DpEvent:
-        """The releases of the plans, for dp_accounting; as `PrivacyPlan.event`."""
-        return dp_accounting.ComposedDpEvent([plan.event() for plan in self.plans])
+        """All releases, for dp_accounting; as `PrivacyPlan.event`.
+
+        Its accountants refuse it with a tuned or a finished release, which they know nothing of.
+        """
+        unknown = [dp_accounting.UnsupportedDpEvent() for _ in (*self.tuned, *self.finished)]
+        return dp_accounting.ComposedDpEvent([*(plan.event() for plan in self.plans), *unknown])
 
     def within(self, epsilon: SupportsFloat) -> "Composition":
         """The same plans with the least noise that keeps to a budget, all scaled by one factor.
@@ -130,7 +135,6 @@ def compose(*releases: Release, delta: SupportsFloat | None = None) -> Compositi
     plans, tuned, pairs = list[PrivacyPlan](), list[Tuned](), list[tuple[float, float]]()
     allowed = "plans, plan.tuned(...), or pairs of epsilon and delta"
     for release in releases:
-        expect("releases", release, (PrivacyPlan, Tuned, tuple), allowed)
         match release:
             case PrivacyPlan():
                 plans.append(release)
@@ -141,7 +145,7 @@ def compose(*releases: Release, delta: SupportsFloat | None = None) -> Compositi
                 share = real_number("delta", of_pair, lambda real: 0 <= real < 1, "in [0, 1)")
                 pairs.append((least, share))
             case _:
-                raise ValueError(f"releases must be {allowed}; found {release!r}.")
+                raise ValueError(f"releases must be {allowed}; found {shown(release)}.")
     deltas = *(x.delta for x in (*plans, *tuned)), *(share for _, share in pairs)
     total = math.fsum(deltas) if delta is None else delta
     known = real_number("delta", total, lambda real: 0 < real < 1, "between 0 and 1, both excluded")

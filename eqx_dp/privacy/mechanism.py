@@ -9,9 +9,7 @@ from dp_accounting import NeighboringRelation
 from jaxtyping import Float64
 from scipy import signal
 
-from .accounting import LEAST_NOISE, Run, Runs, delta_left, epsilon_of, event_of
-from .calibration import least_noise
-from .finite_precision import PRECISION_EPSILON
+from .accounting import LEAST_NOISE, Run, Runs, epsilon_of, event_of
 from .sampling_kinds import BallsInBins, CyclicPoisson, FixedSize, Kind, Poisson, RandomAllocation
 from .strategies import Banded
 
@@ -169,8 +167,7 @@ class Mechanism(NamedTuple):
                 f"dp_accounting has no tight event for {type(self.sampling).__name__}. Take "
                 "plan.epsilon, or dp.compose for several releases together."
             )
-        ((run, noise),) = self.reduced(noise_multiplier)
-        return event_of(run, noise)
+        return event_of(*self.reduced(noise_multiplier)[0])
 
     def epsilon(self, noise_multiplier: float, delta: float) -> float:
         """Epsilon at a delta."""
@@ -179,8 +176,3 @@ class Mechanism(NamedTuple):
         if noise_multiplier < LEAST_NOISE:
             return math.inf
         return epsilon_of(self.reduced(noise_multiplier), delta)
-
-    def least_noise(self, delta: float, budget: float) -> float:
-        """The least noise multiplier that keeps to a budget of epsilon: see `calibrate`."""
-        left = delta_left(self.reduced(), delta)
-        return least_noise(self.reduced, left, budget - PRECISION_EPSILON)

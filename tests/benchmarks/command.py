@@ -48,6 +48,7 @@ TITLES = {
     "training": "A trainer beside a bare loop",
     "noise": "Noise",
     "mechanisms": "Other mechanisms",
+    "accounting": "Epsilon, and bounds from below",
     "tracing": "Tracing and compiling",
     "sharding": "A loss that constrains shardings",
     "fully_sharded": "Parameters spread over devices",

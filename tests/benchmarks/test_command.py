@@ -114,6 +114,12 @@ def test_mechanisms(results: Path):
 
 
 @pytest.mark.slow
+def test_accounting(results: Path):
+    command.main(["accounting", "--tiny", "--rounds", "1", "--write", "--page", str(results)])
+    assert re.search(r"users \|.*\| 1\.0\d\d \|", results.read_text())
+
+
+@pytest.mark.slow
 def test_tracing(results: Path):
     found = lines_of(results, "tracing", "--short")
     assert [line["contender"] for line in found] == list(tracing.CONTENDERS)

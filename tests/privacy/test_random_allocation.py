@@ -1,5 +1,6 @@
 """Random allocation and bins against integrals over tiny cycles, and against samples of runs."""
 
+import dataclasses
 import itertools
 import math
 
@@ -10,7 +11,8 @@ from dp_accounting.rdp import RdpAccountant
 from scipy import optimize, special, stats
 
 import eqx_dp as dp
-from eqx_dp.privacy import random_allocation
+from eqx_dp.privacy import epsilon_beyond, random_allocation
+from tests.benchmarks.accounting import TINY, brute_force
 from tests.tiers import curated
 
 ANEW, BINS = dp.sampling.RandomAllocation, dp.sampling.BallsInBins
@@ -119,6 +121,15 @@ def test_allocation_costs_less_than_poisson_and_composes():
         ALLOCATED.event()
 
 
+def test_several_starts_of_one_draw_of_bins_have_no_epsilon():
+    """Two of 3 steps put an example of 2 bins in 4, 3, 3 or 2 of them; one of 6 steps in 3."""
+    plan = dp.PrivacyPlan(None, 3, 1.0, 1e-5, sampling=BINS(2))
+    assert math.isinf(epsilon_beyond(plan, 6))
+    one, cut = dataclasses.replace(plan, steps=6).epsilon(), np.linspace(0, 12, 121)
+    seen = special.ndtr(np.array([[2.0], [1.0], [1.0], [0.0]]) - cut).mean(0)  # along the first
+    assert np.max(seen - math.exp(one) * special.ndtr(-cut)) > 1e-5
+
+
 @pytest.mark.parametrize("noise", [0.0, 1e-4, 0.049, 0.051, 1e9])
 def test_allocation_at_the_edges_of_noise(noise):
     plan = dp.PrivacyPlan(None, 200, noise, 1e-5, sampling=ANEW(100))
@@ -207,6 +218,15 @@ def test_the_bound_of_bins_with_correlated_noise_is_above_samples(
 
     (mean, error), (least, least_error) = sampled(plan.epsilon()), sampled(plan.epsilon() / 1.6)
     assert mean - error <= delta < least - least_error
+
+
+# Every sampler, with all of its draws.
+
+
+@pytest.mark.parametrize("plan", curated(TINY, [x for x in TINY if x.steps == 1]))
+def test_epsilon_is_not_below_brute_force(plan):
+    found = brute_force(plan, {1: 2000, 3: 20, 4: 6}[plan.steps])
+    assert 0.5 * plan.epsilon() < found <= plan.epsilon()
 
 
 # Batches of a fixed size.

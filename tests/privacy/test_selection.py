@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
@@ -63,5 +64,8 @@ def test_a_tuned_plan_costs_less_than_by_renyi_divergences_and_composes():
     assert dp.compose(tuned).epsilon() == pytest.approx(tuned.epsilon(), abs=1e-3)
     assert both.epsilon() == dp.compose((tuned.epsilon(), 1e-5), PLAN, delta=2e-5).epsilon()
     assert tuned.epsilon() < both.epsilon() < tuned.epsilon() + PLAN.epsilon()
+    for unknown in (tuned, (1.0, 1e-6)):  # dp_accounting must not pass over what it cannot count
+        with pytest.raises(dp_accounting.UnsupportedEventError):
+            RdpAccountant().compose(dp.compose(PLAN, unknown).event())
     with pytest.raises(ValueError, match="mean must be above 1"):
         PLAN.tuned(1.0)
