@@ -93,6 +93,16 @@ def factors(model: Classifier) -> list[tuple[Any, Any]]:
     return [(layer.down, layer.up) for layer in layers]
 
 
+def rescaled(model: Classifier, factor: float) -> Classifier:
+    """The same model, whose last adapter is factorized otherwise."""
+
+    def last(model: Classifier) -> list[Any]:
+        return list(factors(model)[-1])
+
+    down, up = last(model)
+    return eqx.tree_at(last, model, [factor * down, up / factor])
+
+
 def trained(model: Classifier) -> PyTree[bool]:
     """What is trained: a tree for `filter_spec`."""
 
@@ -140,6 +150,9 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=150, help="(default 150)")
     parser.add_argument("--prob", type=float, default=0.02, help="sampling probability")
     parser.add_argument("--rate", type=float, default=RATE, help="of Adam")
+    parser.add_argument("--seed", type=int, default=1, help="of adapters and head (default 1)")
+    parser.add_argument("--rescale", type=float, default=1.0, help="one adapter's inner factor")
+    parser.add_argument("--plain", action="store_true", help="Adam on the factors as they are")
     parser.add_argument("--out", type=Path, default=Path("out/reviews"), help="folder")
     return parser.parse_args(words)
 
@@ -155,8 +168,9 @@ def main(words: list[str] | None = None) -> float:
         tuple(x[part] for x in (hidden, tokens, labels))
         for part in (slice(HELD_OUT), slice(HELD_OUT, None))
     )
-    model = Classifier(encoder.blocks[DEPTH - arguments.blocks :], jax.random.key(1))
-    model = dp.optimizers.orthonormalized(model, factors)
+    seed = jax.random.key(arguments.seed)
+    model = Classifier(encoder.blocks[DEPTH - arguments.blocks :], seed)
+    model = rescaled(model, arguments.rescale)
     count, sampling = len(private[2]), (arguments.prob, arguments.steps)
     if arguments.non_private:
         plan = dp.PrivacyPlan(*sampling, 0.0, DELTA)
@@ -165,9 +179,13 @@ def main(words: list[str] | None = None) -> float:
             epsilon=arguments.epsilon, delta=DELTA, sampling_prob=sampling[0], steps=sampling[1]
         )
     rate = optax.warmup_cosine_decay_schedule(0.0, arguments.rate, plan.steps // 10, plan.steps)
+    optimizer = optax.adam(rate)
+    if not arguments.plain:
+        model = dp.optimizers.orthonormalized(model, factors)
+        optimizer = dp.optimizers.lora_orthonormal(optimizer, factors)
     step: dp.Step[Classifier] = dp.make_step(
         loss,
-        dp.optimizers.lora_orthonormal(optax.adam(rate), factors),
+        optimizer,
         plan,
         num_examples=count,
         l2_clip_norm=math.inf if arguments.non_private else CLIP_NORM,

@@ -258,7 +258,8 @@ class PrecisionFlow(Flow[Facts]):
         if narrower:
             self._violation(shown, name, f"{narrower[0]}, narrower", line)
         elif not (any(as_declared) if shown == "backward" else all(as_declared)):
-            self._violation(shown, name, f"{widths.shown_product(operands)}, wider", line)
+            hint = " (as jnp.zeros(n) and random.normal(key) are: give x.dtype)" * any(as_declared)
+            self._violation(shown, name, f"{widths.shown_product(operands)}, wider{hint}", line)
 
     def _runs_narrow(self, case: _Case, operands: list[Width], matmul: Matmul, shown: str) -> None:
         """A product of matrices in the loss is the engine's, in the dtypes of `matmul`."""

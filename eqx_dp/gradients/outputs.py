@@ -142,7 +142,9 @@ def explain_failure(
             f"traced on a batch of one: it seems to be written for a batch. {todo}; or write it "
             f"for one example. On one example it raises {type(error).__name__}: {error}"
         ) from error
-    if policy and (isinstance(error, TypeCheckError) or policy.compute_dtype.itemsize < 4):
+    about_dtypes = re.search("float|dtype", str(error), re.IGNORECASE)
+    narrow = policy and policy.compute_dtype.itemsize < 4 and about_dtypes
+    if policy and (isinstance(error, TypeCheckError) or narrow):
         error.add_note(_advice_on_dtype(error, policy, model))
     if type(error).__name__ == "ShardingTypeError":  # JAX does not export it
         error.add_note(_AUTO_AXES)

@@ -238,10 +238,10 @@ def raises_own_error(*_):
 
 def test_an_error_of_the_loss_keeps_its_type_and_says_what_the_loss_was_given():
     with pytest.raises(OwnError, match="mine") as caught:
-        clipped(raises_own_error)(CASE.model, X, LABEL)
-    assert "batch argument 0 is float32[6], batch argument 1 is int32[]" in (
-        "\n".join(caught.value.__notes__)
-    )
+        clipped(raises_own_error, policy=NARROW)(CASE.model, X, LABEL)
+    notes = "\n".join(caught.value.__notes__)
+    assert "batch argument 0 is bfloat16[6], batch argument 1 is int32[]" in notes
+    assert "The policy computes" not in notes  # the error is not about dtypes
 
 
 # Data, keys and models are not printed
