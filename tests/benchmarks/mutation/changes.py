@@ -159,7 +159,7 @@ def _changed(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
         case ast.Constant(value) if isinstance(value, bool):
             yield ast.Constant(not value)
         case ast.Constant(value) if isinstance(value, int | float):
-            yield ast.Constant(value + 1 if isinstance(value, int) else value * 2)
+            yield ast.Constant(value + 1 if isinstance(value, int) or value == 0 else value * 2)
         case ast.Call(ast.Name(name), args, keywords) if name in _CALLED:
             yield ast.Call(ast.Name(_CALLED[name], ast.Load()), args, keywords)
         case ast.Call(ast.Attribute(value, name), args, keywords) if name in _CALLED:
