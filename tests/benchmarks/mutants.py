@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from scipy import stats
 
 from .command import Part
-from .mutation.changes import Mutant, mutants
+from .mutation.changes import NOT_EXCHANGED, Mutant, mutants
 from .page import Table
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,9 @@ class Killers:
         key = file, test.name
         share = (self._kills[key] + 1) / (self._runs[key] + 2)
         own, all_of_it = len(test.reached[file]), sum(map(len, test.reached.values()))
-        return share * (own + 1) / (all_of_it + len(test.reached)) / max(test.seconds, 0.1)
+        alone = (own + 1) / (all_of_it + len(test.reached))
+        is_near = test.name.split("/")[1] == file.split("/")[1]  # of the same room
+        return share * alone * (4 if is_near else 1) / max(test.seconds, 0.1)
 
 
 def profiled(runner: Runner, files: list[str], limit: float, log: Path | None) -> list[Profile]:
@@ -209,9 +211,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         if key not in known:
             if time.monotonic() > end:
                 continue
-            runner = cold if mutant.is_at_import else warm
             known[key] = {"file": file, "line": mutant.line, "text": mutant.text}
-            known[key] |= judged(runner, file, mutant, killers, options.limit)
+            known[key] |= judged(warm, cold, file, mutant, killers, options.limit)
             print(" ".join(map(str, known[key].values())), flush=True)
             if log:
                 with log.open("a") as written:
@@ -224,13 +225,17 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
 
 
 def judged(
-    runner: Runner, file: str, mutant: Mutant, killers: Killers, limit: float
+    warm: Runner, cold: Runner, file: str, mutant: Mutant, killers: Killers, limit: float
 ) -> dict[str, Any]:
     """Whether tests kill a mutant, which one did, and what it took."""
     tests, start = killers.of(file, mutant), time.monotonic()
     if not tests:
         return {"status": SURVIVED, "by": "no test reaches it", "seconds": 0}
-    answer = runner.run(tests, limit, (file, mutant))
+    answer = {"status": NOT_EXCHANGED}
+    if not mutant.is_at_import:
+        answer = warm.run(tests, limit, (file, mutant))
+    if answer["status"] == NOT_EXCHANGED:
+        answer = cold.run(tests, limit, (file, mutant))
     red = [one["test"] for one in answer["tests"] if not one["is_green"]]
     killer = red[0] if red else "an error, or the limit of time" if answer["status"] else None
     killers.count(file, [one["test"] for one in answer["tests"]], killer)

@@ -66,20 +66,24 @@ def test_functions_take_their_new_code_also_behind_decorators():
 
 
 def test_tests_that_reach_a_mutant_run_the_best_killers_first():
+    file = "eqx_dp/x/a.py"
     tests = [
-        Profile("slow", 9.0, {"a.py": frozenset([5, 6])}),
-        Profile("quick", 0.3, {"a.py": frozenset([5])}),
-        Profile("other lines", 0.1, {"a.py": frozenset([7])}),
-        Profile("other file", 0.1, {"b.py": frozenset([5])}),
-        Profile("unknown", 5.0, {"a.py": frozenset()}),
+        Profile("tests/x/slow", 9.0, {file: frozenset([5, 6])}),
+        Profile("tests/x/quick", 0.3, {file: frozenset([5])}),
+        Profile("tests/x/of other lines", 0.1, {file: frozenset([7])}),
+        Profile("tests/x/of another file", 0.1, {"eqx_dp/x/b.py": frozenset([5])}),
+        Profile("tests/x/unknown", 5.0, {file: frozenset()}),
+        Profile("tests/y/of another room", 0.3, {file: frozenset([5])}),
     ]
-    killers = Killers(tests)
-    mutant = Mutant(5, 5, "", 0, 0, False)
-    assert killers.of("a.py", mutant) == ["quick", "slow", "unknown"]
+    quick, slow, unknown, far = (
+        f"tests/{x}" for x in ("x/quick", "x/slow", "x/unknown", "y/of another room")
+    )
+    killers, mutant = Killers(tests), Mutant(5, 5, "", 0, 0, False)
+    assert killers.of(file, mutant) == [quick, far, unknown, slow]
     for _ in range(200):
-        killers.count("a.py", ["quick", "slow"], "slow")
-    assert killers.of("a.py", mutant) == ["slow", "unknown", "quick"]
-    assert len(killers.of("a.py", mutant._replace(is_at_import=True))) == 4
+        killers.count(file, [quick, slow], slow)
+    assert killers.of(file, mutant) == [far, slow, unknown, quick]
+    assert len(killers.of(file, mutant._replace(is_at_import=True))) == 5
 
 
 def test_a_sample_is_in_proportion_and_the_same_for_the_same_seed():

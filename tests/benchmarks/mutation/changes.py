@@ -36,6 +36,10 @@ _UNSEEN = {"strict", "stacklevel", "indent", "repr", "kw_only", "static"}
 _SHOWN = {"__repr__", "__str__", "_repr_html_"}
 
 
+NOT_EXCHANGED = 3
+"""The exit status of a fork that cannot change a module that is imported."""
+
+
 class Mutant(NamedTuple):
     """One change.
 

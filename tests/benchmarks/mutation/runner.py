@@ -38,7 +38,7 @@ import optax
 import pytest
 import scipy.stats
 
-from .changes import planted
+from .changes import NOT_EXCHANGED, planted
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = f"{ROOT}/eqx_dp/"
@@ -86,6 +86,7 @@ class Server:
         output = Path(folder, "output").read_text(errors="replace")[-2_000:] if status else ""
         shutil.rmtree(folder, ignore_errors=True)
         collected, *found = map(json.loads, lines)
+        status = os.waitstatus_to_exitcode(status)
         return {"status": status, "collected": collected, "tests": found, "output": output}
 
     def _run(
@@ -101,13 +102,19 @@ class Server:
         os.dup2(written, 1)
         os.dup2(written, 2)
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # no smaller examples
+        hypothesis.settings.register_profile("mutants", derandomize=True, phases=phases)
+        hypothesis.settings.load_profile("mutants")
         jax.config.update("jax_compilation_cache_dir", self._programs)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.01)
         if place is not None:
             source = (ROOT / file).read_text("utf-8")
             code = compile(planted(source, *place), str(ROOT / file), "exec")
             if self._is_warm:
-                exchange(code)
+                try:
+                    exchange(code)
+                except ValueError:
+                    os._exit(NOT_EXCHANGED)
             else:
                 sys.meta_path.insert(0, _Finder(file, code))
         is_first = True
@@ -164,7 +171,11 @@ def _result(
 
 
 def exchange(code: types.CodeType) -> None:
-    """Functions of a module that is imported get the code that a changed module gives them."""
+    """Functions of a module that is imported get the code that a changed module gives them.
+
+    Raises:
+        ValueError: a function holds on to fewer variables than before: it must be made anew.
+    """
     new = {(one.co_qualname, one.co_firstlineno): one for one in _codes(code)}
     gc.unfreeze()
     for found in gc.get_objects():
