@@ -6,9 +6,9 @@ tests, and explains mutants that no test can find. First each file of tests runs
 is, for `--profile` seconds, which tells what lines each test reaches. A mutant is run by the tests
 that reach what it changes: those first that killed most mutants of the module in the least time. It
 is killed if a test fails, if the module cannot be imported, or if a test does not end. It survives
-if no test fails in `--limit` seconds of processor time, or if none reaches it; tests of the slow
-tier, and tests that start processes, find nothing here. So the share that survives is too high
-rather than too low.
+if all of them pass, and is undecided if `--limit` seconds of processor time end before. Tests of
+the slow tier, and tests that start processes, find nothing here, so the share that survives is too
+high rather than too low. It is of those that are killed or survive.
 
 `--sample 200` takes 200 mutants at random, of each module in proportion. With `--log` what the file
 has is not run again; `--minutes` ends the run in time. The interval is Wilson's, of 95 %.
@@ -35,7 +35,7 @@ from .page import Table
 ROOT = Path(__file__).parents[2]
 MODULES = Path(__file__).with_name("mutation") / "modules.toml"
 UNKNOWN_SECONDS = 5.0  # of a test that was not tried
-KILLED, SURVIVED, EXPLAINED = "killed", "survived", "explained"
+KILLED, SURVIVED, UNDECIDED, EXPLAINED = "killed", "survived", "undecided", "explained"
 
 
 class Suite(NamedTuple):
@@ -241,12 +241,13 @@ def judged(
     killers.count(file, [one["test"] for one in answer["tests"]], killer)
     seconds = round(time.monotonic() - start, 1)
     by = killer or f"none of {len(answer['tests'])} tests, of {len(tests)} that reach it"
-    return {"status": KILLED if killer else SURVIVED, "by": by, "seconds": seconds}
+    green = SURVIVED if len(answer["tests"]) == len(tests) else UNDECIDED
+    return {"status": KILLED if killer else green, "by": by, "seconds": seconds}
 
 
 def row(name: str, found: list[str]) -> dict[str, str]:
-    """Counts, and the share of mutants that survive, of those that a test could find."""
-    counts = {status: found.count(status) for status in (KILLED, EXPLAINED, SURVIVED)}
+    """Counts, and the share of mutants that survive, of those that are killed or survive."""
+    counts = {status: found.count(status) for status in (KILLED, UNDECIDED, EXPLAINED, SURVIVED)}
     known = counts[KILLED] + counts[SURVIVED]
     share = "-"
     if known:

@@ -87,8 +87,10 @@ def test_factors_are_zero_or_normal(up, rescale):
 
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (64,), (65,), (3000,), (1, 40), (5, 5, 5)], ids=str)
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @BOTH_WAYS
-def test_norms_of_parts(up, shape):
+def test_norms_of_parts(up, platform, shape, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)  # float64 is for CPUs alone
     rng = np.random.default_rng(2)
     sizes = shape if len(shape) > 1 else (*shape, 1)
     parts = [rng.normal(size=(50, n)).astype(np.float32) * np.float32(10.0**-i)

@@ -496,11 +496,12 @@ def test_an_ensemble_gets_no_key_for_all_its_models(around, secret):
 
 def test_keys_of_small_numbers_warn():
     for use in (lambda key: gaussian_privatizer(stddev=1, key=key), noise_stream):
-        with pytest.warns(UserWarning, match="key is small, and can be guessed"):
-            use(0)
+        for small in (0, 2**32 - 1, b"\xff" * 4):
+            with pytest.warns(UserWarning, match="key is small, and can be guessed"):
+                use(small)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            use(2**127)
+            assert [use(large) for large in (2**32, 2**127)]
 
 
 @pytest.mark.parametrize("key", [2**200 + 1, KEY])

@@ -82,10 +82,10 @@ class Server:
         _, status = os.waitpid(child, 0)
         signal.alarm(0)
         result = Path(folder, "result")
-        lines = result.read_text().splitlines() if result.exists() else ["[]"]
+        lines = result.read_text().splitlines() if result.exists() else []
         output = Path(folder, "output").read_text(errors="replace")[-2_000:] if status else ""
         shutil.rmtree(folder, ignore_errors=True)
-        collected, *found = map(json.loads, lines)
+        collected, *found = map(json.loads, lines or ["[]"])
         status = os.waitstatus_to_exitcode(status)
         return {"status": status, "collected": collected, "tests": found, "output": output}
 
