@@ -351,6 +351,10 @@ def test_a_sum_by_the_engine_stands_by_itself():
     np.testing.assert_allclose(total, EXAMPLES.sum(0), rtol=1e-6)
 
 
-def test_a_sum_by_the_engine_does_not_come_back_to_an_example():
-    with pytest.raises(ValueError, match="'mul'"):
-        run_apart(lambda x: x * summed(x)[1], NO_LOSS, EXAMPLES)
+def test_a_sum_by_the_engine_does_not_come_back_nor_hide_what_met_before():
+    for function, where in {
+        lambda x: x * summed(x)[1]: "mul",
+        lambda x: summed(by_hand(x))[0]: "custom_vmap_call",
+    }.items():
+        with pytest.raises(ValueError, match=f"'{where}'"):
+            run_apart(function, NO_LOSS, EXAMPLES)
