@@ -16,6 +16,7 @@ has is not run again; `--minutes` ends the run in time. The interval is Wilson's
 
 import argparse
 import collections
+import hashlib
 import json
 import random
 import subprocess
@@ -140,13 +141,18 @@ class Killers:
 
 
 def profiled(runner: Runner, files: list[str], limit: float, log: Path | None) -> list[Profile]:
-    """What each test reaches; files that are in the log are not run.
+    """What each test reaches; files that are in the log, and have not changed, are not run.
 
     A test for which there was no time may reach any line of the modules that others of its file do.
     """
     path = log.with_suffix(".tests") if log else None
     lines = path.read_text().splitlines() if path and path.exists() else []
-    known: dict[str, Any] = {one["file"]: one["tests"] for one in map(json.loads, lines)}
+    digests = {file: hashlib.sha256((ROOT / file).read_bytes()).hexdigest() for file in files}
+    known: dict[str, Any] = {
+        one["file"]: one["tests"]
+        for one in map(json.loads, lines)
+        if one["digest"] == digests.get(one["file"])
+    }
     for file in files:
         if file in known:
             continue
@@ -164,7 +170,10 @@ def profiled(runner: Runner, files: list[str], limit: float, log: Path | None) -
         print(f"{file}: {len(answer['tests'])} tests", flush=True)
         if path:
             with path.open("a") as written:
-                written.write(json.dumps({"file": file, "tests": known[file]}) + "\n")
+                written.write(
+                    json.dumps({"file": file, "digest": digests[file], "tests": known[file]})
+                )
+                written.write("\n")
     return [
         Profile(one["test"], one["seconds"], {x: frozenset(y) for x, y in one["reached"].items()})
         for file in files
