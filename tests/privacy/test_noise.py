@@ -269,11 +269,11 @@ def test_any_sum_is_split_into_the_grid_and_the_rest(size):
     assert abs(np.mean(np.asarray(lifted - draws)) / grid_of(1.3) - 0.7) < 0.05
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("dtype", "stddev"), [("float32", 1), ("float32", 2e30), ("float64", 1)])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_so_and_stays_alone(value, dtype):
+def test_what_is_not_finite_stays_so_and_stays_alone(value, dtype, stddev):
     with jax.enable_x64(True):
-        privatizer = gaussian_privatizer(stddev=1.0, key=KEY, policy=policy())
+        privatizer = gaussian_privatizer(stddev=stddev, key=KEY, policy=policy())
         noise = noise_of(privatizer, jnp.zeros(3, dtype))
         noisy, _ = privatizer.update(jnp.asarray([0.0, value, 0.0], dtype), state_at(0))
     np.testing.assert_array_equal(np.asarray(noisy), [noise[0], value, noise[2]])
