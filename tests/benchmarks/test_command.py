@@ -146,6 +146,14 @@ def test_fully_sharded(results: Path):
 
 
 @pytest.mark.slow
+def test_mutants(results: Path):
+    """Ten of a small module, whose tests are quick: each is found."""
+    chosen = ("--only", "privacy/chacha", "--tests", "privacy/test_chacha", "--sample", "10")
+    *_, total = lines_of(results, "mutants", *chosen)
+    assert (total["module"], total["run"], total["killed"]) == ("all", "10", "10")
+
+
+@pytest.mark.slow
 def test_large_gpt(results: Path):
     contenders = "non-private", "ghost", "jax_privacy"
     found = lines_of(

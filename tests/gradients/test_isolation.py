@@ -60,30 +60,34 @@ WHERE = ["loss", "jvp rule", "forward rule", "backward rule"]
 # Batching rules
 
 
-BIASES = {
-    "none": (lambda p, x: None, 0),
-    "of the example": (lambda p, x: p * x[0, 0], 0),
-    "frozen": (lambda p, x: jax.lax.stop_gradient(p), 0),
-    "learned": (lambda p, x: p, 0),
-    "with dropout": (lambda p, x: None, 0.1),
+ATTENTION = {
+    "plain": lambda p, x: {},
+    "bias of the example": lambda p, x: {"bias": p * x[0, 0]},
+    "frozen bias": lambda p, x: {"bias": jax.lax.stop_gradient(p)},
+    "learned bias": lambda p, x: {"bias": p},
+    "dropout": lambda p, x: {"dropout_rate": 0.1},
+    "packed": lambda p, x: {
+        **{name: jnp.array([[1, 2]]) for name in ("q_seqlen", "kv_seqlen")},
+        **{name: jnp.array([[0, 1, 3]]) for name in ("q_offsets", "kv_offsets")},
+    },
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", BIASES)
+@pytest.mark.parametrize("kind", ATTENTION)
 def test_attention_by_cudnn(kind, method, monkeypatch):
     """For a batch, JAX before 0.11.1 adds up the gradient of a shared bias. (Traced on a CPU.)"""
-    bias, dropout = BIASES[kind]
     for check in ("check_cudnn_version", "check_compute_capability", "check_is_flash_attention"):
         monkeypatch.setattr(fused, check, lambda *_, **options: 91000)
 
     def loss(p, x):
         rows = jnp.reshape(p[0, 0, :, :1] * x, (1, 3, 1, 1))
-        result = fused.dot_product_attention(rows, rows, rows, bias(p, x), dropout_rate=dropout)
+        result = fused.dot_product_attention(rows, rows, rows, **ATTENTION[kind](p, x))
         return jnp.sum(result) ** 2
 
     refusal = refused(match="'dot_product_attention_.wd_wrapper' at .*test_isolation.py.*'xla'")
-    is_mixed = kind == "with dropout" or (kind == "learned" and jax.__version_info__ < (0, 11, 1))
+    is_old = jax.__version_info__ < (0, 11, 1)
+    is_mixed = kind in ("dropout", "packed") or (kind == "learned bias" and is_old)
     with refusal if is_mixed else contextlib.nullcontext():
         jax.eval_shape(
             clipped(loss, method),

@@ -18,6 +18,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, PartitionSpec
 
 from eqx_dp.isolation import of_one, run_apart
+from eqx_dp.isolation.steering import may_be_trusted
 from tests.isolation.test_primitives import NO_LOSS, changed_others
 from tests.tiers import curated
 
@@ -339,6 +340,15 @@ def test_a_batching_rule_that_a_primitive_brings_along_is_not_used():
     np.testing.assert_array_equal(run_apart(doubled, NO_LOSS, EXAMPLES), EXAMPLES * 2)
 
 
+def test_with_a_reduction_of_the_users_own_none_is_trusted():
+    """Within derivative rules, which run later, it could pass for one of Equinox."""
+    trusted = lambda f: may_be_trusted(jax.make_jaxpr(f)(EXAMPLES[0, 0]).jaxpr)  # noqa: E731
+    loop = lambda x: eqxi.while_loop(  # noqa: E731
+        lambda s: s[0] < 3, lambda s: s * 2, x, kind="checkpointed", max_steps=4)  # fmt: skip
+    assert trusted(loop)
+    assert not trusted(lambda x: loop(x) + eqxi.unvmap_max(x[0].astype(int)))
+
+
 # The engine's own sums
 
 
@@ -351,6 +361,10 @@ def test_a_sum_by_the_engine_stands_by_itself():
     np.testing.assert_allclose(total, EXAMPLES.sum(0), rtol=1e-6)
 
 
-def test_a_sum_by_the_engine_does_not_come_back_to_an_example():
-    with pytest.raises(ValueError, match="'mul'"):
-        run_apart(lambda x: x * summed(x)[1], NO_LOSS, EXAMPLES)
+def test_a_sum_by_the_engine_does_not_come_back_nor_hide_what_met_before():
+    for function, where in {
+        lambda x: x * summed(x)[1]: "mul",
+        lambda x: summed(by_hand(x))[0]: "custom_vmap_call",
+    }.items():
+        with pytest.raises(ValueError, match=f"'{where}'"):
+            run_apart(function, NO_LOSS, EXAMPLES)

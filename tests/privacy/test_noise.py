@@ -269,12 +269,14 @@ def test_any_sum_is_split_into_the_grid_and_the_rest(size):
     assert abs(np.mean(np.asarray(lifted - draws)) / grid_of(1.3) - 0.7) < 0.05
 
 
+@pytest.mark.parametrize(("dtype", "stddev"), [("float32", 1), ("float32", 2e30), ("float64", 1)])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_so_and_stays_alone(value):
-    noise = noise_of(privatizer := gaussian_privatizer(stddev=1.0, key=KEY), jnp.zeros(3))
-    noisy, _ = privatizer.update(jnp.asarray([0.0, value, 0.0]), state_at(0))
-    assert np.isfinite(np.asarray(noisy)).tolist() == [True, False, True]
-    assert (noisy[0], noisy[2]) == (noise[0], noise[2])
+def test_what_is_not_finite_stays_so_and_stays_alone(value, dtype, stddev):
+    with jax.enable_x64(True):
+        privatizer = gaussian_privatizer(stddev=stddev, key=KEY, policy=policy())
+        noise = noise_of(privatizer, jnp.zeros(3, dtype))
+        noisy, _ = privatizer.update(jnp.asarray([0.0, value, 0.0], dtype), state_at(0))
+    np.testing.assert_array_equal(np.asarray(noisy), [noise[0], value, noise[2]])
 
 
 @pytest.mark.parametrize(
@@ -496,11 +498,12 @@ def test_an_ensemble_gets_no_key_for_all_its_models(around, secret):
 
 def test_keys_of_small_numbers_warn():
     for use in (lambda key: gaussian_privatizer(stddev=1, key=key), noise_stream):
-        with pytest.warns(UserWarning, match="key is small, and can be guessed"):
-            use(0)
+        for small in (0, 2**32 - 1, b"\xff" * 4):
+            with pytest.warns(UserWarning, match="key is small, and can be guessed"):
+                use(small)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            use(2**127)
+            assert [use(large) for large in (2**32, 2**127)]
 
 
 @pytest.mark.parametrize("key", [2**200 + 1, KEY])

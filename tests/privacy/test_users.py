@@ -126,6 +126,7 @@ def test_the_loss_is_the_mean_over_the_rows_that_are_there():
         (lambda: dp.Users(np.array(["a", "b"]), 2), "np.unique"),
         (lambda: dp.Users(OWNERS, 2, 4), "from 0 to 3; found 0 to 4"),
         (lambda: USERS.rows(sampler(9), 0), "draws from 9 examples, and there are 5 users"),
+        (lambda: USERS.loss(np.ones(2)), r"loss must be a function, loss\(model, \*row\)"),
         (lambda: dp.Users(None, 2, 5).rows(sampler(5), 0), "user_of_example is None"),
         (
             lambda: USERS.take(sampler(5), 0, np.ones(9), np.ones(5)),

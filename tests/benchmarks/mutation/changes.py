@@ -31,41 +31,73 @@ _CALLED = {"min": "max", "minimum": "maximum", "ceil": "floor", "any": "all", "f
 _CALLED |= {other: name for name, other in _CALLED.items()}
 
 
+# Arguments that change no result: what is raised or shown, or how a function may be called.
+_UNSEEN = {"strict", "stacklevel", "indent", "repr", "kw_only", "static"}
+_SHOWN = {"__repr__", "__str__", "_repr_html_"}
+
+
+NOT_EXCHANGED = 3
+"""The exit status of a fork that cannot change a module that is imported."""
+
+
 class Mutant(NamedTuple):
     """One change.
 
     Attributes:
         line: where it is.
+        last: the last line of what is changed; of a branch, of its test.
         text: the function or method that it is in, and the code before and after.
         place: which node of the module is changed.
         turn: which of the node's changes it is.
+        is_at_import: whether it runs when the module is imported, and not in a call.
     """
 
     line: int
+    last: int
     text: str
     place: int
     turn: int
+    is_at_import: bool
 
     def planted(self, source: str) -> ast.Module:
         """The module with the change."""
-        tree = ast.parse(source)
-        node = [*_changeable(tree)][self.place][0]
-        _replace(tree, node, [*_changed(node)][self.turn])
-        return ast.fix_missing_locations(tree)
+        return planted(source, self.place, self.turn)
+
+
+class _Place(NamedTuple):
+    """A node that may change, the function it is in, and whether it runs at import."""
+
+    node: ast.expr | ast.stmt
+    function: str
+    is_at_import: bool
 
 
 def mutants(source: str) -> list[Mutant]:
     """All changes of a module: operators, comparisons, constants, terms, branches, calls.
 
-    Left alone are docstrings, annotations, and what is raised: a message, and its text.
+    Left alone are docstrings, annotations, what is raised, texts, and how a value is shown.
     """
     found: list[Mutant] = []
-    for place, (node, function) in enumerate(_changeable(ast.parse(source))):
+    for number, (node, function, is_at_import) in enumerate(_changeable(ast.parse(source))):
         before = _short(ast.unparse(node))
+        head = node.test if isinstance(node, ast.If) else node
         for turn, changed in enumerate(_changed(node)):
             text = f"{function}: {before}  ->  {_short(ast.unparse(changed))}"
-            found.append(Mutant(node.lineno, text, place, turn))
+            last = head.end_lineno or node.lineno
+            found.append(Mutant(node.lineno, last, text, number, turn, is_at_import))
     return found
+
+
+def planted(source: str, place: int, turn: int) -> ast.Module:
+    """A module with one change; every other line stays where it is."""
+    tree = ast.parse(source)
+    node = [*_changeable(tree)][place].node
+    new = [*_changed(node)][turn]
+    for inner in ast.walk(new):
+        if not hasattr(inner, "lineno"):
+            ast.copy_location(inner, node)
+    _replace(tree, node, new)
+    return ast.fix_missing_locations(tree)
 
 
 def _short(text: str) -> str:
@@ -73,24 +105,41 @@ def _short(text: str) -> str:
     return text if len(text) <= 90 else f"{text[:87]}..."
 
 
-def _changeable(tree: ast.AST, function: str = "") -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+def _changeable(tree: ast.AST, function: str = "", is_at_import: bool = True) -> Iterator[_Place]:
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
             continue
+        in_call = isinstance(tree, ast.FunctionDef | ast.Lambda) and name == "body"
         for node in value if isinstance(value, list) else [value]:
             if not isinstance(node, ast.AST) or _is_left_alone(node):
                 continue
-            inner = function
+            inner, at_import = function, is_at_import and not in_call
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 inner = f"{function}.{node.name}".lstrip(".")
             if isinstance(node, ast.expr | ast.stmt):
-                yield node, inner
-            yield from _changeable(node, inner)
+                yield _Place(node, inner, at_import)
+            yield from _changeable(node, inner, at_import)
 
 
 def _is_left_alone(node: ast.AST) -> bool:
-    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return is_text or isinstance(node, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom)
+    match node:
+        case ast.Expr(ast.Constant()) | ast.Raise() | ast.JoinedStr():
+            return True
+        case ast.Import() | ast.ImportFrom():
+            return True
+        case ast.keyword(arg=name):
+            return name in _UNSEEN
+        case ast.FunctionDef(name=name):
+            return name in _SHOWN
+        case ast.BinOp(left, _, right):
+            return any(_is_text(side) for side in (left, right))
+        case _:
+            return False
+
+
+def _is_text(node: ast.expr) -> bool:
+    is_constant = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_constant or isinstance(node, ast.JoinedStr)
 
 
 def _changed(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
@@ -114,7 +163,7 @@ def _changed(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
         case ast.Constant(value) if isinstance(value, bool):
             yield ast.Constant(not value)
         case ast.Constant(value) if isinstance(value, int | float):
-            yield ast.Constant(value + 1 if isinstance(value, int) else value * 2)
+            yield ast.Constant(value + 1 if isinstance(value, int) or value == 0 else value * 2)
         case ast.Call(ast.Name(name), args, keywords) if name in _CALLED:
             yield ast.Call(ast.Name(_CALLED[name], ast.Load()), args, keywords)
         case ast.Call(ast.Attribute(value, name), args, keywords) if name in _CALLED:
