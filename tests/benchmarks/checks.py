@@ -6,7 +6,9 @@ neighboring data with the noise coupled (`replay.py` there). Reported are leaks 
 "private as planned", honest steps that are called violations, and how many honest steps of the
 language that the check certifies are undecided. A step is the same for the same seed: `--seed 3000
 --steps 1000` goes on where `--steps 3000` ended, and with `--log` seeds that the file has are not
-judged again.
+judged again. `--replayed LOG` takes from the log of another check what replay found. A step is
+first checked without the arithmetic of engine and noise (`generated/shortened.py`); if it is
+certified, it is checked again as it is.
 """
 
 import argparse
