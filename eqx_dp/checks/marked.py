@@ -101,6 +101,8 @@ def _rows_of(shared: Sequence[Fact], batch: Sequence[Fact], mask: Sequence[Fact]
             return "the mask is not proven to be that of the step's arguments, or of the same rows"
     if own.part and any(own.turns[-1] in fact.turns for fact in (*shared, *batch, *mask)):
         return "microbatches of one batch meet other values in each turn of a loop"
+    if any({*own.turns} & fact.turns for fact in (*batch, *mask) if not fact.is_public):
+        return "a batch may be that of another turn of the loop, too"
     return own
 
 
@@ -164,11 +166,13 @@ def noise(
     stream = state_of([fact.token for fact in state], count)
     is_plain = len(state) == count == len(equation.outvars) - size
     is_plain = is_plain and models_of(equation) is not None and not context.is_choice
+    is_plain = is_plain and not _is_repeated(equation, leaves)
     if not size:
         return state
     if stream is None or not is_plain:
         is_constant = bool(state) and state[0].token == CONSTANT
-        found = "the noise is in a branch, or not of a stream that comes in as an argument"
+        found = "the noise is in a branch, is mapped over streams alone, or is not of a stream that "
+        found += "comes in as an argument"
         found += ": its key is a constant, the same in each call" * is_constant
         record.note(context, "fresh noise", found, is_constant)
         return [_unbounded(context)] * len(equation.outvars)
@@ -184,6 +188,14 @@ def noise(
         record.releases[context.path] = release
     after = stream._replace(at=context.path, loops=loops_of(context))
     return [*noisy, *(Fact(token=after._replace(part=part)) for part in range(count))]
+
+
+def _is_repeated(equation: JaxprEqn, leaves: Sequence[Fact]) -> bool:
+    """Whether one clipped sum gets several noises, of a stack of streams."""
+    before = equation.params["name"].shapes
+    own = zip(leaves, equation.invars, before, strict=False)
+    is_one = any(fact.sum and shape_of(variable) == shape for fact, variable, shape in own)
+    return is_one and not is_as_marked(equation)
 
 
 def _unbounded(context: Context) -> Fact:

@@ -15,13 +15,15 @@ from .facts import EVEN, Fact, either, of_array, private, reached, turns_of
 from .marked import engine_call, noise
 from .record import Record, is_door, is_error_if
 from .roles import gathered, role_of
-from .streams import Key, Stream
+from .streams import CALL, Key, Stream
 from .sums import is_added_to, linear
 
 _HOST = named("pure_callback io_callback buffer_callback")
+_MUTABLE = named("get swap addupdate")
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32 random_gamma")
 _SAME_VALUE = UNCHANGED | named("broadcast_in_dim reshape squeeze")
 _LOOP = "a loop carries a clipped sum, or stacks several"
+_NOT_TAKEN_ON = "a turn of a loop does not end with the state after its last draw from a stream"
 SECRET = "the key of a noise, or noise that is kept, is in it: anyone with that can subtract it"
 
 
@@ -84,6 +86,9 @@ class PrivacyFlow(Flow[Fact]):
         if name in _HOST and not is_error_if(equation):
             why = "a host function returns it, which may be of any data"
             return [private(why, context.line)] * count
+        if name in _MUTABLE:
+            why = "it is of a mutable array, whose values are not followed: carry it by the loop"
+            return [private(why, context.line)] * count
         token = streams.token_of(equation, inputs) if count else None
         for fact in inputs[isinstance(token, Key) :]:
             self.record.use(fact, context.line)
@@ -118,9 +123,12 @@ class PrivacyFlow(Flow[Fact]):
         return [Fact() if self._read(f, context.line).is_public else lost for f in found]
 
     def _secret(self, fact: Fact, line: str) -> Fact:
-        """A value that is read by something other than noise."""
-        is_secret = isinstance(fact.token, Stream) and fact.token.is_secret
-        return private(SECRET, line, True) if is_secret else fact
+        """A value that is read by something other than noise; a counter is a public number."""
+        if not isinstance(fact.token, Stream):
+            return fact
+        if fact.token.is_secret:
+            return private(SECRET, line, True)
+        return Fact(turns=frozenset({CALL, *fact.token.loops}))
 
     def _read(self, fact: Fact, line: str) -> Fact:
         """The same, by something that is of no use for keys, too."""
@@ -181,7 +189,10 @@ class PrivacyFlow(Flow[Fact]):
 
     def _widened(self, context: Context, start: Fact, end: Fact) -> Fact:
         """The fact at the beginning of a turn, given that at its end."""
-        if isinstance(start.token, Stream) or _is_total(start):
+        if isinstance(start.token, Stream):
+            is_own = isinstance(end.token, Stream) and end.token.names(start.token)
+            return start if is_own else private(SECRET, context.line)
+        if _is_total(start):
             return start
         found = self.joined([start, end])
         if start.token != end.token:
@@ -191,6 +202,7 @@ class PrivacyFlow(Flow[Fact]):
     def _after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
         """What a loop carries, after its last turn, from what it was before."""
         loop, outer = context.loops[-1], context._replace(loops=context.loops[:-1])
+        drawn = self.record.drawn
         if _is_total(start):
             if first.is_public and end.sum is not None and end.sum.over == loop.path:
                 return Fact(sum=end.sum._replace(over=None))
@@ -199,8 +211,10 @@ class PrivacyFlow(Flow[Fact]):
         if not isinstance(first.token, Stream):
             return start
         token = streams.after_loop(first.token, end.token, loop, outer)
-        if token is None:
-            return private(SECRET, context.line, True)
+        is_used = isinstance(end.token, Stream) and (end.token.root, end.token.at) in drawn
+        if token is None or is_used:
+            self.record.note(context, "fresh noise", _NOT_TAKEN_ON)
+            return private(SECRET, context.line)
         if token != first.token:
             self.record.draw(outer, first.token)
         return Fact(token=token)

@@ -54,7 +54,8 @@ def _is_mask(name: str, inputs: Sequence[Fact]) -> bool:
     is_so = [fact.token == MASK or fact.value is True for fact in inputs]
     if name in ("or", "select_n"):
         return any(is_so) if name == "or" else all(is_so[1:])
-    return all(is_so) and name in {*_SHAPED, "and", "convert_element_type"}
+    # Of a matrix of features, a column is no mask.
+    return all(is_so) and name in {*_SHAPED, "and", "convert_element_type"} - {"slice"}
 
 
 def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | None:
@@ -74,6 +75,7 @@ def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | 
     is_whole = values.places[:1] == (Row(rows, 0),)
     its_own = [place for place in index.places if isinstance(place, Row)]
     is_other = all(place.length != rows for place in its_own)
+    is_other = is_other and len({place._replace(part=()) for place in its_own}) == 1
     if not (is_row and is_known and is_whole and is_other) or numbers.operand_batching_dims:
         return None
     found: list[Place] = [None] * len(shape)

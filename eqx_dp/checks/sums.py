@@ -76,16 +76,19 @@ def added(sums: Sequence[Sum]) -> Sum | None:
 def is_added_to(body: Jaxpr, start: int, end: int) -> bool:
     """Whether a loop does nothing with a value that it carries but add something to it once.
 
+    Neither the value before nor the value after is read by anything else.
+
     Args:
         body: of the loop.
         start: which of its arguments the value is, at the beginning of a turn.
         end: which of its results it is, at the end.
     """
-    before = body.invars[start]
+    before, after = body.invars[start], body.outvars[end]
     users = [one for one in body.eqns if before in one.invars]
-    is_alone = [one.outvars for one in users] == [[body.outvars[end]]]
-    is_alone = is_alone and before not in body.outvars
-    return is_alone and users[0].primitive.name in ADDITIONS
+    is_alone = [one.outvars for one in users] == [[after]]
+    is_alone = is_alone and users[0].primitive.name in ADDITIONS
+    read = [*body.outvars, *(variable for one in body.eqns for variable in one.invars)]
+    return is_alone and before not in body.outvars and read.count(after) == 1
 
 
 class Source(NamedTuple):

@@ -44,7 +44,11 @@ def report_on(record: Record, results: Sequence[Result], plan: PrivacyPlan | Non
         text = "no clipped sum of arguments that private= names is released with noise"
         record.add("noise", text, "the step")
     notes = [*record.assumed]
-    if any(source.batches for source in record.sources.values()):
+    are_stacks = {bool(source.batches) for source in record.sources.values()}
+    if len(are_stacks) == 2:
+        text = "arguments are read as a batch in one call, and as a stack of batches in another"
+        record.add("examples apart", text, "the step")
+    if any(are_stacks):
         notes.append("arguments are read as stacks of batches, each of them a sample of its own")
     return PrivacyReport(
         plan,
