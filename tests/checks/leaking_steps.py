@@ -758,7 +758,20 @@ ROUND_LOSSES = {
     "noise_drawn_with_a_constant": drawn_with_a_constant,
     "stopped_in_a_loop": stopped_in_a_loop,
 }
+
+
+def stacked_counters(at, after):
+    """A loop begins with the stream's counter, and goes on with something else."""
+    return lax.scan(lambda count, _: (after, count), at.state.stream.counter[0], None, 2)[1]
+
+
 ROUND_BESIDE = {
+    "total_that_begins_with_data": lambda at: lax.scan(
+        lambda total, _: (total + 1,) * 2, at.x.sum(), None, 2
+    )[1],
+    "data_in_place_of_a_counter": lambda at: stacked_counters(
+        at, lax.bitcast_convert_type(at.x.sum(), jnp.uint32)
+    ),
     "stream_in_metrics": lambda at: {"stream": at.noise.state},
     "state_in_metrics": lambda at: {"1": at.state._replace(stream=at.noise.state)},
     "children_of_the_stream": lambda at: split(at.noise.state.key),
@@ -778,15 +791,71 @@ def two_totals(at, turn):
     return lax.scan(step, (zero_sums(), zero_sums()), microbatches(at))[0]
 
 
-def microbatches_with_other_weights(at):
-    """A key that the loop carries gives each microbatch another weight."""
+def prefix_sums(one, two, part):
+    total = added(one, part)
+    return total, added(two, total)
+
+
+def one_by_one(at, changed, start):
+    """A scan over microbatches: `changed(microbatch, carried)` gives both as they are used."""
 
     def turn(carry, part):
-        key, own = split(carry[1])
-        weighted = At(at.model, at.state, *part).times(jnp.full(2, uniform(own)))
-        return (added(carry[0], weighted.sum()), key), None
+        part, carried = changed(At(at.model, at.state, *part), carry[1])
+        return (added(carry[0], part.sum()), carried), None
 
-    return at.noised(lax.scan(turn, (zero_sums(), at.more[0]), microbatches(at))[0][0])
+    return at.noised(lax.scan(turn, (zero_sums(), start), microbatches(at))[0][0])
+
+
+def with_another_weight(part, key):
+    key, own = split(key)
+    return part.times(jnp.full(2, uniform(own))), key
+
+
+def left_out_later(part, count):
+    count = count + 1
+    return part.use(mask=part.mask | (count > 2)), count
+
+
+def left_out_by_a_mutable_array(at):
+    count = jax.new_ref(jnp.zeros((), int))
+
+    def changed(part, _):
+        count[...] += 1
+        return part.use(mask=part.mask | (count[...] > 2)), 0
+
+    return one_by_one(at, changed, 0)
+
+
+def handed_on_after_a_draw(at):
+    """Each turn hands on a state that it has drawn with: the next turn has the same noise."""
+    grads = at.sum()
+
+    def turn(state, _):
+        _, state = dp.add_noise(zero_sums(), state, 9 * STDDEV)
+        return state, dp.add_noise(grads, state, 9 * STDDEV)[0]
+
+    at.noise.state, noisy = lax.scan(turn, at.noise.state, None, 2)
+    return leafwise(lambda leaf: leaf.sum(0), noisy)
+
+
+def of_the_batch_before(at):
+    """Labels of each batch of a stack go with the inputs of the batch before it."""
+
+    def turn(carry, batch):
+        grads = At(at.model, at.state, carry[1], *batch[1:]).sum()
+        noisy, state = dp.add_noise(grads, carry[0], STDDEV)
+        return (state, batch[0]), noisy
+
+    start = at.noise.state, jnp.zeros((SLOTS, WIDTH))
+    (at.noise.state, _), noisy = lax.scan(turn, start, (at.x, at.y, at.mask))
+    return leafwise(lambda leaf: leaf.sum(0), noisy)
+
+
+def a_noise_for_each_copy(at):
+    """One sum gets the noise of each of several streams."""
+    grads = at.sum()
+    noisy, kept = jax.vmap(lambda state: dp.add_noise(grads, state, STDDEV))(at.state.kept)
+    return leafwise(lambda leaf: leaf.mean(0), noisy), {"kept": kept}
 
 
 def models_with_one_stream():
@@ -798,6 +867,8 @@ def models_with_one_stream():
 
 ROUND_STEPS = {
     "every_second_row": lambda at: at.noised(at.rows(slice(0, None, 2)).sum()),
+    "left_out_by_a_mutable_array": left_out_by_a_mutable_array,
+    "handed_on_after_a_draw": handed_on_after_a_draw,
 }
 ROUND_EACH = {
     # The first is the second plus one microbatch's sum, and the other way round.
@@ -807,8 +878,27 @@ ROUND_EACH = {
     "total_before_the_last_microbatch": lambda: step_of(
         lambda at: (at.noised(), two_totals(at, lambda one, two, part: (added(one, part), one))[1])
     ),
+    "prefix_sums": lambda: step_of(lambda at: at.noised(two_totals(at, prefix_sums)[1])),
     "microbatches_with_other_weights": lambda: step_of(
-        microbatches_with_other_weights, batch=(*data(), ROOT)
+        lambda at: one_by_one(at, with_another_weight, at.more[0]), batch=(*data(), ROOT)
+    ),
+    "microbatches_left_out": lambda: step_of(lambda at: one_by_one(at, left_out_later, 0)),
+    "of_the_batch_before": lambda: step_of(
+        of_the_batch_before, batch=[jnp.stack([leaf] * 3) for leaf in data()]
+    ),
+    "noise_for_each_copy": lambda: carrying(
+        a_noise_for_each_copy,
+        jax.tree.map(lambda *a: jnp.stack(a), *(dp.noise_stream(key=SECRET + i) for i in (1, 2))),
+    ),
+    "pairs_by_an_index": lambda: step_of(
+        lambda at: at.noised(
+            at.use(x=at.x[at.mask].sum(1), y=at.y[at.mask].sum(1), mask=at.more[0]).sum()
+        ),
+        batch=(XS, YS, jnp.arange(10).reshape(5, 2), jnp.zeros(5, bool)),
+        private=(2, 3, 4, 5),
+    ),
+    "column_of_features_as_mask": lambda: prepared_by(
+        lambda at: at.use(mask=at.more[0][:, 0]), jnp.ones((SLOTS, 2), bool), private=(2, 3, 5)
     ),
     "models_with_one_stream": models_with_one_stream,
     "rows_of_a_user": rows_of_a_user,
