@@ -171,8 +171,7 @@ def noise(
         return state
     if stream is None or not is_plain:
         is_constant = bool(state) and state[0].token == CONSTANT
-        found = "the noise is in a branch, is mapped over streams alone, or is not of a stream that "
-        found += "comes in as an argument"
+        found = "noise in a branch, mapped over streams alone, or not of an argument's stream"
         found += ": its key is a constant, the same in each call" * is_constant
         record.note(context, "fresh noise", found, is_constant)
         return [_unbounded(context)] * len(equation.outvars)

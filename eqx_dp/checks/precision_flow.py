@@ -281,9 +281,8 @@ class PrecisionFlow(Flow[Facts]):
         A scale of the user's could come from a batch, or from earlier steps.
         """
         matmul, width = self.policy.matmul, width_of_variable(case.equation.outvars[0])
-        is_scaled = matmul is not None and matmul.scaling != "none"
-        is_ours = is_in_narrow_product(case.context.scope)
-        if matmul and is_scaled and width and widths.is_float8([width]) and not is_ours:
+        by_user = not is_in_narrow_product(case.context.scope)
+        if matmul and matmul.scaling != "none" and by_user and width and widths.is_float8([width]):
             found = f"a cast to {width.name} with a scale that the engine did not choose, or none"
             self._violation("operand", f"scaling {matmul.scaling}", found, case.context.line)
 

@@ -66,9 +66,11 @@ def check_privacy(
       noise, and the last state goes out at the same place; nothing else reads its key. The
       loss's key is an argument that the caller gives anew to each call; a child of one
       (`split`), of which another child comes back; or one that the state keeps, with a number
-      of the call folded in (`fold_in`). Nothing else follows from it.
+      of the call folded in (`fold_in`). Nothing else follows from it. A loop ends each turn with
+      the state after the turn's last draw.
     - **side door**: no private value goes into a callback, a print, `eqx.error_if` or a mutable
       array, or decides how long a loop runs or which branch is taken (outside of the engine).
+      What is read from a mutable array counts as private.
     - **sampling**: a `sampler` that is given draws as the plan accounts for.
 
     **Guarantee.** If the report is `ok`, one call of the step is a Gaussian mechanism on the
@@ -92,7 +94,7 @@ def check_privacy(
     - several losses, each with noise: one mechanism: 1 / sqrt(sum of (sensitivity / noise)^2).
     - a sum of k clipped sums of one batch: sensitivity k times as large.
     - several models on one batch, by `vmap` of the whole step: one mechanism, sqrt(models).
-    - noise in one of two branches: counts as if both branches ran.
+    - noise in a branch, or several noises of stacked streams on one sum: undecided.
     - noise after a nonlinear optimizer: undecided: the sensitivity is unknown.
     - a call that takes several steps in a scan: `steps` of the plan, each on its own batch.
     - noise drawn by `jax.random.normal`; a sum that other code clipped; a clipped sum that is

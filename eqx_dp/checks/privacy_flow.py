@@ -18,8 +18,7 @@ from .roles import gathered, role_of
 from .streams import CALL, Key, Stream
 from .sums import is_added_to, linear
 
-_HOST = named("pure_callback io_callback buffer_callback")
-_MUTABLE = named("get swap addupdate")
+_NOT_FOLLOWED = named("pure_callback io_callback buffer_callback get swap addupdate")
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32 random_gamma")
 _SAME_VALUE = UNCHANGED | named("broadcast_in_dim reshape squeeze")
 _LOOP = "a loop carries a clipped sum, or stacks several"
@@ -83,11 +82,8 @@ class PrivacyFlow(Flow[Fact]):
         for fact in inputs if is_door(equation) else ():
             if not fact.is_public:
                 self.record.door(context, equation, fact.is_proven)
-        if name in _HOST and not is_error_if(equation):
-            why = "a host function returns it, which may be of any data"
-            return [private(why, context.line)] * count
-        if name in _MUTABLE:
-            why = "it is of a mutable array, whose values are not followed: carry it by the loop"
+        if name in _NOT_FOLLOWED and not is_error_if(equation):
+            why = "a host function or a mutable array returns it, which may be of any data"
             return [private(why, context.line)] * count
         token = streams.token_of(equation, inputs) if count else None
         for fact in inputs[isinstance(token, Key) :]:
@@ -190,8 +186,8 @@ class PrivacyFlow(Flow[Fact]):
     def _widened(self, context: Context, start: Fact, end: Fact) -> Fact:
         """The fact at the beginning of a turn, given that at its end."""
         if isinstance(start.token, Stream):
-            is_own = isinstance(end.token, Stream) and end.token.names(start.token)
-            return start if is_own else private(SECRET, context.line)
+            is_same = isinstance(end.token, Stream) and end.token[:2] == start.token[:2]  # its part
+            return start if is_same else private(SECRET, context.line)
         if _is_total(start):
             return start
         found = self.joined([start, end])
@@ -202,7 +198,6 @@ class PrivacyFlow(Flow[Fact]):
     def _after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
         """What a loop carries, after its last turn, from what it was before."""
         loop, outer = context.loops[-1], context._replace(loops=context.loops[:-1])
-        drawn = self.record.drawn
         if _is_total(start):
             if first.is_public and end.sum is not None and end.sum.over == loop.path:
                 return Fact(sum=end.sum._replace(over=None))
@@ -211,8 +206,7 @@ class PrivacyFlow(Flow[Fact]):
         if not isinstance(first.token, Stream):
             return start
         token = streams.after_loop(first.token, end.token, loop, outer)
-        is_used = isinstance(end.token, Stream) and (end.token.root, end.token.at) in drawn
-        if token is None or is_used:
+        if token is None or (token.root, end.token.at) in self.record.drawn:
             self.record.note(context, "fresh noise", _NOT_TAKEN_ON)
             return private(SECRET, context.line)
         if token != first.token:

@@ -41,11 +41,6 @@ class Stream(NamedTuple):
         return self.part == KEY or self.part >= PAST
 
 
-    def names(self, other: "Stream") -> bool:
-        """Whether both are the same part of one stream."""
-        return (self.root, self.part) == (other.root, other.part)
-
-
 def loops_of(context: Context) -> tuple[Hashable, ...]:
     """The loops around an equation."""
     return tuple(loop.path for loop in context.loops)

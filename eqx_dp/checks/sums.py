@@ -84,11 +84,10 @@ def is_added_to(body: Jaxpr, start: int, end: int) -> bool:
         end: which of its results it is, at the end.
     """
     before, after = body.invars[start], body.outvars[end]
-    users = [one for one in body.eqns if before in one.invars]
-    is_alone = [one.outvars for one in users] == [[after]]
-    is_alone = is_alone and users[0].primitive.name in ADDITIONS
+    additions = [one for one in body.eqns if one.primitive.name in ADDITIONS]
+    results = [one.outvars for one in additions if before in one.invars]
     read = [*body.outvars, *(variable for one in body.eqns for variable in one.invars)]
-    return is_alone and before not in body.outvars and read.count(after) == 1
+    return results == [[after]] and read.count(before) == read.count(after) == 1
 
 
 class Source(NamedTuple):
