@@ -107,6 +107,7 @@ def filter_clipped_grad(
     | loss or gradient NaN or infinite | exactly zero; its norm is reported as it is |
     | norm beyond the accumulate dtype's range | exactly zero; its norm is reported as infinite |
     | clip norm / norm below twice the smallest normal number | exactly zero |
+    | clip norm zero | exactly zero; `plan.privatizer` and `make_step` refuse sensitivity zero |
     | padding, whatever the slot holds | exactly zero; its values are reported as zero |
     | none (empty batch, or all padding) | the result is zero; padding is not computed |
 

@@ -68,9 +68,11 @@ class Explanation(NamedTuple):
         flops: floating-point operations of the whole batch: of contractions and convolutions in
             the loss and its gradient, without clipping, from the traced program; `"ghost"` takes
             those of cotangents twice.
-        across: the dtype in which sums are added over the parts of the batch.
+        across: the dtype in which sums are added over the parts of the batch, but for parts that are
+            scattered in every microbatch.
         reserve: the share of the clip norm that is left for the rounding of the sum (rho in
-            `privacy/finite_precision.md`), on the devices of the sharding rules.
+            `privacy/finite_precision.md`), on the devices of the sharding rules; 0 where nothing is
+            proven, as with an accumulate dtype narrower than float32.
     """
 
     rows: tuple[Row, ...]
@@ -92,7 +94,7 @@ class Explanation(NamedTuple):
         meets = f", of {self.num_shards} parts in {self.across}" if self.num_shards > 1 else ""
         yield (
             f"gradient without clipping: {self.flops:.3e} FLOPs; sum over examples{meets}: "
-            f"{self.reserve:.2%} of the clip norm are left for rounding"
+            f"{self.reserve:.2%} of the clip norm is left for rounding"
         )
         if self.sample is not None:
             of_device = self.sample.slots // self.num_shards

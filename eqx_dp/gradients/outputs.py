@@ -142,7 +142,7 @@ def explain_failure(
             f"traced on a batch of one: it seems to be written for a batch. {todo}; or write it "
             f"for one example. On one example it raises {type(error).__name__}: {error}"
         ) from error
-    about_dtypes = re.search("float|dtype", str(error), re.IGNORECASE)
+    about_dtypes = re.search(r"float\d|dtype", str(error), re.IGNORECASE)
     narrow = policy and policy.compute_dtype.itemsize < 4 and about_dtypes
     if policy and (isinstance(error, TypeCheckError) or narrow):
         error.add_note(_advice_on_dtype(error, policy, model))

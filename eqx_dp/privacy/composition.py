@@ -66,7 +66,8 @@ class Composition:
     def event(self) -> dp_accounting.DpEvent:
         """All releases, for dp_accounting; as `PrivacyPlan.event`.
 
-        Its accountants refuse it with a tuned or a finished release, which they know nothing of.
+        Its accountants refuse it with a tuned or a finished release, which they know nothing of:
+        take `epsilon()` then.
         """
         unknown = [dp_accounting.UnsupportedDpEvent() for _ in (*self.tuned, *self.finished)]
         return dp_accounting.ComposedDpEvent([*(plan.event() for plan in self.plans), *unknown])
@@ -140,12 +141,12 @@ def compose(*releases: Release, delta: SupportsFloat | None = None) -> Compositi
                 plans.append(release)
             case Tuned():
                 tuned.append(release)
-            case (epsilon, of_pair):
+            case (epsilon, of_pair) if not isinstance(epsilon, PrivacyPlan | Tuned):
                 least = real_number("epsilon", epsilon, lambda real: real >= 0, "at least 0")
                 share = real_number("delta", of_pair, lambda real: 0 <= real < 1, "in [0, 1)")
                 pairs.append((least, share))
             case _:
-                raise ValueError(f"releases must be {allowed}; found {shown(release)}.")
+                raise ValueError(f"releases must be {allowed}, one by one; found {shown(release)}.")
     deltas = *(x.delta for x in (*plans, *tuned)), *(share for _, share in pairs)
     total = math.fsum(deltas) if delta is None else delta
     known = real_number("delta", total, lambda real: 0 < real < 1, "between 0 and 1, both excluded")

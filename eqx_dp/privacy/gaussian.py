@@ -124,7 +124,7 @@ def _noised(
 
     Every entry can encrypt the block of its pair by itself. Then a device needs no other's entries,
     and all is one kernel without memory beside it; on a GPU two, between which whole cells are in
-    the memory of the result (`held`). On a CPU that is slower than to draw pairs, which takes six
+    the memory of a float32 result (`held`). On a CPU that is slower than to draw pairs, which takes six
     bytes an entry.
     """
     with stage("grid"):
@@ -165,14 +165,14 @@ def _noised(
             flat = [jnp.pad(x.ravel(), (0, 2 * _pairs(x.size) - x.size)) for x in sums]
             # What makes the sums is a kernel of its own: in one with the cipher, where rows have
             # 2^k entries, LLVM vectorizes neither.
-            total = computed_once(jnp.concatenate([x.reshape(2, -1) for x in flat], axis=1))
+            total = not_repeated(jnp.concatenate([x.reshape(2, -1) for x in flat], axis=1))
         pair = normals(counter, position, _side_by_side(name))
         cells, others = (
             _cells(*each, stddev).astype(jnp.uint32) for each in zip(total, pair, strict=True)
         )
         with stage("grid"):  # 16 bits each: an array of both is held
             mask, place = np.uint32(2**16 - 1), np.array([[0], [16]], np.uint32)
-            both = computed_once((cells & mask) | (others << np.uint32(16)))
+            both = not_repeated((cells & mask) | (others << np.uint32(16)))
             moved = ((both[None] >> place) & mask).astype(jnp.int16).astype(jnp.int64)
         ends = np.cumsum(halves)[:-1]
         if all(x.size == 2 * half for x, half in zip(sums, halves, strict=True)):
@@ -225,7 +225,7 @@ def _cells(x: Float[Array, "*shape"], noise: Any, stddev: float) -> Any:
 def _noisy(x: Float[Array, "*shape"], cells: Any, stddev: float) -> Float[Array, "*shape"]:
     """The multiple of the grid that is so many cells from the whole cells of the sum."""
     with stage("grid"):
-        return computed_once(on_grid(in_cells(x, stddev)[0] + cells, x, stddev))
+        return not_repeated(on_grid(in_cells(x, stddev)[0] + cells, x, stddev))
 
 
 def _correlated(
@@ -252,7 +252,7 @@ def _correlated(
             return sum(_times(size, x) for size, x in zip(sizes, before, strict=False))
 
         with stage("bits"):
-            fresh = computed_once(draw(counter) - of_earlier(correlation.strategy))
+            fresh = not_repeated(draw(counter) - of_earlier(correlation.strategy))
             return fresh - of_earlier(correlation.noising), fresh
     noise, sizes = draw(counter), jnp.array([*map(_weight, correlation.noising)], jnp.uint64)
 
@@ -289,7 +289,7 @@ def _number_of(high: UInt32[Array, "*n"], low: UInt32[Array, "*n"]) -> Any:
 
 def _side_by_side(arrays: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "..."]:
     """Joins arrays, once: XLA would repeat the code of the cipher for each in every kernel."""
-    return computed_once(jnp.concatenate([*map(jnp.ravel, arrays)])) if arrays[1:] else arrays[0]
+    return not_repeated(jnp.concatenate([*map(jnp.ravel, arrays)])) if arrays[1:] else arrays[0]
 
 
 def _apart(x: Shaped[Array, "..."], shapes: list[tuple[int, ...]]) -> list[Shaped[Array, "..."]]:
@@ -300,7 +300,7 @@ def _apart(x: Shaped[Array, "..."], shapes: list[tuple[int, ...]]) -> list[Shape
     return [part.reshape(shape) for part, shape in zip(jnp.split(x, ends), shapes, strict=True)]
 
 
-def computed_once(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
+def not_repeated(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
     """Returns `x`, bit for bit. XLA computes it once, however many operations read it.
 
     XLA repeats cheap operations in every kernel that reads their result, and treats the cipher as

@@ -60,8 +60,8 @@ def gaussian_privatizer(
     wider of float32 and the gradient's.)
 
     On GPUs, TPUs and meshes each leaf is one kernel (on a GPU two), small leaves together are one,
-    and no array of noise is held beside the result. One CPU holds a copy of the sum and 16 bits an
-    entry while it draws.
+    and no array of noise is held beside a float32 result, in nearly all shardings. One CPU holds a
+    copy of the sum and 16 bits an entry while it draws.
 
     The state is a stream of noise (see `noise_stream`): a key, and how many updates were made. The
     noise of an entry is a pure function of these, the leaf's number in the tree, and the entry's
