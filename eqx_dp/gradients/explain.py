@@ -68,7 +68,7 @@ class Explanation(NamedTuple):
         flops: floating-point operations of the whole batch: of contractions and convolutions in
             the loss and its gradient, without clipping, from the traced program; `"ghost"` takes
             those of cotangents twice.
-        across: the dtype in which sums are added over the parts of the batch, but for parts that are
+        across: the dtype in which sums are added over the parts of the batch, unless these are
             scattered in every microbatch.
         reserve: the share of the clip norm that is left for the rounding of the sum (rho in
             `privacy/finite_precision.md`), on the devices of the sharding rules; 0 where nothing is

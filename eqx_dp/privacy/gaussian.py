@@ -124,8 +124,8 @@ def _noised(
 
     Every entry can encrypt the block of its pair by itself. Then a device needs no other's entries,
     and all is one kernel without memory beside it; on a GPU two, between which whole cells are in
-    the memory of a float32 result (`held`). On a CPU that is slower than to draw pairs, which takes six
-    bytes an entry.
+    the memory of a float32 result (`held`). On a CPU that is slower than to draw pairs, which takes
+    six bytes an entry.
     """
     with stage("grid"):
         sums = [gradient.astype(dtype) for gradient in gradients]
