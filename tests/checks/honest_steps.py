@@ -75,6 +75,7 @@ REPLACE_SPECIAL = plan_under(NeighboringRelation.REPLACE_SPECIAL)
 EVERY_EXAMPLE = plan_under(NeighboringRelation.ADD_OR_REMOVE_ONE, sampling_prob=1.0)
 MULTI_STEPS = optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
 PRESETS = sorted({*dp.available_policies()} - {"float64"})
+METHODS = ("book_keeping", "ghost", "per_example")
 SECRET_KEY = jax.random.key(3)
 
 
@@ -133,9 +134,7 @@ def of_policy(name):
 
 
 MADE = {
-    "book_keeping": lambda: made(method="book_keeping"),
-    "ghost": lambda: made(method="ghost"),
-    "per_example": lambda: made(method="per_example"),
+    **{name: lambda name=name: made(method=name) for name in METHODS},
     "microbatches_of_one": lambda: made(microbatch_size=1),
     **{name: lambda name=name: of_policy(name) for name in PRESETS},
     "loss_with_keys": lambda: made(dropout_loss),

@@ -108,20 +108,20 @@ def test_auto_goes_by_what_an_example_holds():
 
 # Operations
 
+RULES = dp.ShardingRules(jax.make_mesh((8,), ("data",)))
+
 
 def test_operations_of_an_mlp_are_counted_exactly():
     """Forward through all layers; back to every weight, and to all inputs but the first."""
-    rules = dp.ShardingRules(jax.make_mesh((8,), ("data",)))
     products = sum(2 * i * o for i, o in itertools.pairwise((6, 8, 8, 3)))
-    with jax.set_mesh(rules.mesh):
-        assert explained(CASE, 16, sharding=rules).flops == 16 * (3 * products - 2 * 6 * 8)
+    with jax.set_mesh(RULES.mesh):
+        assert explained(CASE, 16, sharding=RULES).flops == 16 * (3 * products - 2 * 6 * 8)
 
 
 def test_what_rounding_of_the_sum_costs_is_told():
     """The rows of the table in `finite_precision.md`: blocks of 2 twice, then 8 parts."""
-    rules = dp.ShardingRules(jax.make_mesh((8,), ("data",)))
-    with jax.set_mesh(rules.mesh):
-        few, many = (explained(CASE, size, sharding=rules) for size in (16, 2**15))
+    with jax.set_mesh(RULES.mesh):
+        few, many = (explained(CASE, size, sharding=RULES) for size in (16, 2**15))
     assert few.reserve == pytest.approx(2.002 * (2 * 2 * 1 + 16 * 7) * 2**-24)
     assert (few.across, many.across) == ("float32", "float64")
     assert f"of 8 parts in float64: {many.reserve:.2%} of the clip norm" in str(many)

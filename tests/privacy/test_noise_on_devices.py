@@ -15,11 +15,6 @@ ZEROS = {"w": jnp.zeros((64, 48)), "b": jnp.zeros(9)}
 ALONE = dp.gaussian_privatizer(stddev=1.0, key=5)
 
 
-def assert_same(found, expected):
-    for name in expected:
-        np.testing.assert_array_equal(found[name], expected[name])
-
-
 @pytest.mark.parametrize(
     ("kind", "spec"), [(AxisType.Auto, P(None, "data")), (AxisType.Explicit, P("data"))]
 )
@@ -32,7 +27,7 @@ def test_with_rules(kind, spec):
         spread = rules.shard_accumulators(ZEROS)
         program = jax.jit(noise.update).lower(spread, noise.init(spread)).compile()
         found, _ = jax.jit(noise.update)(spread, noise.init(spread))
-    assert_same(found, expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert not found["w"].sharding.is_fully_replicated
     assert collectives(program.as_text()) == []
     assert program.memory_analysis().temp_size_in_bytes < ZEROS["w"].nbytes

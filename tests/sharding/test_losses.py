@@ -22,6 +22,7 @@ from tests.sharding.losses import (
 
 KINDS = ["auto", "explicit"]
 DATA = np.random.default_rng(0).normal(size=1024).astype(np.float32)
+MEAN = {"l2_clip_norm": np.inf, "normalize_by": 1024, "keep_batch_dim": True}
 
 
 # Mean estimation: the loss that is known to break.
@@ -32,8 +33,7 @@ DATA = np.random.default_rng(0).normal(size=1024).astype(np.float32)
 def test_without_clipping_it_is_the_plain_gradient(kind, where, method):
     mesh, param = mesh_of(kind, data=8), jnp.float32(0.3)
     rules, loss = dp.ShardingRules(mesh), mean_estimation(Says(kind), where)
-    options = {"l2_clip_norm": np.inf, "normalize_by": 1024, "keep_batch_dim": True}
-    grad_fn = dp.filter_clipped_grad(loss, sharding=rules, method=method, **options)
+    grad_fn = dp.filter_clipped_grad(loss, sharding=rules, method=method, **MEAN)
     plain = float(param) - DATA.astype(np.float64).mean()
     with jax.set_mesh(mesh):
         data = rules.shard_batch(DATA)
@@ -48,8 +48,7 @@ def test_a_sharding_of_the_mesh_itself_without_a_mesh_in_context():
         data = jax.lax.with_sharding_constraint(data, NamedSharding(mesh, P("data")))
         return 0.5 * jnp.mean((data - param) ** 2)
 
-    options = {"l2_clip_norm": np.inf, "normalize_by": 1024, "keep_batch_dim": True}
-    grad_fn = dp.filter_clipped_grad(loss, sharding=dp.ShardingRules(mesh), **options)
+    grad_fn = dp.filter_clipped_grad(loss, sharding=dp.ShardingRules(mesh), **MEAN)
     expected = 0.3 - DATA.astype(np.float64).mean()
     np.testing.assert_allclose(grad_fn(jnp.float32(0.3), DATA), expected, rtol=1e-5)
 

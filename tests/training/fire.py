@@ -21,6 +21,7 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.training import CheckpointWarning
+from tests.sharding.losses import mesh_of
 from tests.training import runs, store
 
 STEPS = 20
@@ -120,10 +121,7 @@ def train(place, channel, save_every=1, callback=lambda event: None, **options):
 
     sharding = None
     if jax.process_count() > 1:
-        mesh = jax.make_mesh(
-            (jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-        )
-        sharding = dp.ShardingRules(mesh)
+        sharding = dp.ShardingRules(mesh_of("auto", data=jax.device_count()))
     step = recording.step(PLAN, sharding=sharding)
     options = {"save_every": save_every, "callbacks": [says], "keep": 2} | options
     state = runs.trainer(place.directory, step, recording, **options).run(runs.small_model())

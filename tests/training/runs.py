@@ -10,6 +10,7 @@ import optax
 from safetensors import safe_open
 
 import eqx_dp as dp
+from tests.sharding.losses import mesh_of
 
 NUM_EXAMPLES = 64
 SEED = 0x1234_5678_9ABC_DEF0_0FED_CBA9_8765_4321
@@ -51,6 +52,16 @@ def trainer(directory, step=None, data=(XS, YS), **options):
     return dp.Trainer(make() if step is None else step, data, directory=directory, **options)
 
 
+def states_of(step, model, count):
+    """The states after each of the first steps, taken without a trainer."""
+    state, sampler = step.init(model), step.sampler()
+    for t in range(count):
+        indices, mask = sampler.batch(t)
+        x, y, mask = step.shard_batch((XS[indices], YS[indices], mask))
+        state = step(state, x, y, is_padding_example=mask)
+        yield state
+
+
 def leaves(tree):
     """All arrays of a tree, as numpy's; of keys, their words."""
     found = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | np.ndarray)]
@@ -70,13 +81,7 @@ def assert_same(one, other):
 def rules_of(kind, devices=8, **options):
     """The weight over `model`, which has two devices if there are that many."""
     over_model = 2 if devices > 1 else 1
-    axis_type = getattr(jax.sharding.AxisType, kind)
-    mesh = jax.make_mesh(
-        (devices // over_model, over_model),
-        ("data", "model"),
-        axis_types=(axis_type,) * 2,
-        devices=jax.devices()[:devices],
-    )
+    mesh = mesh_of(kind.lower(), data=devices // over_model, model=over_model)
     spec = jax.sharding.PartitionSpec("model", None)
     options = {"params": (("weight", spec),), "accumulators": "examples"} | options
     return dp.ShardingRules(mesh, **options)
@@ -132,6 +137,10 @@ class Recording:
     def step(self, plan=None, **options):
         optimizer = optax.chain(optax.trace(decay=0.0), optax.sgd(0.1))
         return make(plan, **({"optimizer": optimizer, "loss": zero_loss} | options))
+
+    def trainer(self, directory, step):
+        """A trainer whose samples and noise are noted."""
+        return trainer(directory, step, self, callbacks=[self.note])
 
     def _note(self, kind, host, numbers):
         with (self.folder / f"{kind}-{host}.jsonl").open("ab", buffering=0) as file:

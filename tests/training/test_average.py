@@ -11,23 +11,13 @@ from tests.training import runs
 from tests.training.runs import assert_same, leaves, rules_of, seeded, small_model, trainer
 
 
-def models_of(step, count):
-    """The models, and their averages, after each step."""
-    state, sampler = step.init(small_model()), step.sampler()
-    for t in range(count):
-        indices, mask = sampler.batch(t)
-        x, y, mask = step.shard_batch((runs.XS[indices], runs.YS[indices], mask))
-        state = step(state, x, y, is_padding_example=mask)
-        yield jax.tree.map(np.asarray, (state.model, state.averaged))
-
-
 @pytest.mark.parametrize(("ema", "kind"), curated([(0.9, None), (0.0, "Explicit")], [(0.9, None)]))
 def test_it_is_the_weighted_mean_of_the_models_so_far(ema, kind):
     models, rules = [], kind and rules_of(kind)
-    for model, averaged in models_of(seeded(ema=ema, sharding=rules), 5):
-        models.append(leaves(model))
+    for state in runs.states_of(seeded(ema=ema, sharding=rules), small_model(), 5):
+        models.append(leaves(state.model))
         weights = np.array([ema**i for i in range(len(models))][::-1], np.float64)
-        for i, found in enumerate(leaves(averaged)):
+        for i, found in enumerate(leaves(state.averaged)):
             past = np.stack([its[i] for its in models]).astype(np.float64)
             expected = np.tensordot(weights / weights.sum(), past, 1)
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -73,8 +73,7 @@ def test_a_program_may_change_between_starts_without_a_flag(name, tmp_path, reco
     """And changes back, and has fresh noise and samples each time."""
     one, other = recording.step(), recording.step(**CHANGES[name]())
     for step, steps in ((one, 3), (other, 6), (one, 8), (other, None)):
-        trainer = runs.trainer(tmp_path / "run", step, recording, callbacks=[recording.note])
-        trainer.run(small_model(), steps)
+        recording.trainer(tmp_path / "run", step).run(small_model(), steps)
     recording.assert_fresh()
     assert recording.taken == released(tmp_path / "run") == PLAN.steps
     warned = [w for w in recwarn if w.category is CheckpointWarning]
@@ -104,8 +103,7 @@ def test_seeded_runs_repeat_start_by_start(tmp_path):
     for recording in recordings:
         step, run = recording.step(seed=runs.SEED), recording.folder / "run"
         for steps in (4, 10):
-            trainer = runs.trainer(run, step, recording, callbacks=[recording.note])
-            state = trainer.run(small_model(), steps)
+            state = recording.trainer(run, step).run(small_model(), steps)
         states.append(state)
         recording.assert_fresh()  # also the second start beside the first
         statement = stated(run)
@@ -257,12 +255,11 @@ class Hooked(store.Bucket):
 def test_two_starts_at_the_same_moment(count, after, tmp_path, monkeypatch, recording):
     """The second one runs just before a write of the first one's ledger, or just after it."""
     url, step = "gs://bucket/run", recording.step(plan_of(4))
-    options = {"step": step, "data": recording, "callbacks": [recording.note]}
     ended = []
 
     def start():
         try:
-            runs.trainer(url, **options).run(small_model())
+            recording.trainer(url, step).run(small_model())
         except dp.CheckpointError as error:
             ended.append(str(error))
 
@@ -272,23 +269,21 @@ def test_two_starts_at_the_same_moment(count, after, tmp_path, monkeypatch, reco
     assert recording.taken <= 4
     assert recording.taken <= released(bucket.at(url)) <= 4
     assert all(re.search(r"\d of 4 steps are left|holds no checkpoint", x) for x in ended)
-    goes_on_again = runs.trainer(url, **options)
     if saved(bucket.at(url)):
-        goes_on_again.run(small_model())
+        recording.trainer(url, step).run(small_model())
         assert recording.taken == released(bucket.at(url)) == 4
 
 
 def test_two_seeded_starts_at_once_are_refused(tmp_path, monkeypatch, recording):
     """Both have read that they are the first start: the second announcement is taken back."""
     url, step = "gs://bucket/run", recording.step(plan_of(4), seed=1)
-    options = {"step": step, "data": recording, "callbacks": [recording.note]}
 
     def another():
-        runs.trainer(url, **options).run(small_model(), steps=1)
+        recording.trainer(url, step).run(small_model(), steps=1)
 
     bucket = store.opened(Hooked(tmp_path / "store", 1, False, another), monkeypatch)
     with pytest.raises(dp.CheckpointError, match="both have one seed"):
-        runs.trainer(url, **options).run(small_model())
+        recording.trainer(url, step).run(small_model())
     assert len(recording.noises) == recording.taken == released(bucket.at(url)) == 1
 
 

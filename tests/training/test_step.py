@@ -17,11 +17,7 @@ from tests.training.runs import NUM_EXAMPLES, XS, YS, assert_same, leaves, seede
 
 
 def run(step, model, steps=3):
-    state, sampler = step.init(model), step.sampler()
-    for t in range(steps):
-        indices, mask = sampler.batch(t)
-        batch = step.shard_batch((XS[indices], YS[indices], mask))
-        state = step(state, *batch[:-1], is_padding_example=batch[-1])
+    *_, state = runs.states_of(step, model, steps)
     return state
 
 

@@ -10,7 +10,7 @@ import pytest
 import eqx_dp as dp
 from eqx_dp.privacy import fold_text, key_from_secret
 from tests import models
-from tests.training.runs import XS, YS, seeded, small_model
+from tests.training.runs import XS, YS, assert_same, seeded, small_model
 
 NARROW = "optimizer=bf16,narrow_optimizer=true"
 MASK = np.zeros(8, bool)
@@ -96,9 +96,7 @@ def test_the_bits_are_of_the_seed_the_step_and_the_path():
             expected, updates, step.grad_fn.policy, key=jax.random.fold_in(root, t)
         )
         state = step(state, XS[:8], YS[:8], is_padding_example=MASK)
-    for one, other in zip(jax.tree.leaves(state.model), jax.tree.leaves(expected), strict=True):
-        if eqx.is_array(one):
-            np.testing.assert_array_equal(one, other)
+    assert_same(state.model, expected)
 
 
 @pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float32])
