@@ -27,7 +27,9 @@ def shortened() -> Iterator[None]:
         yield
 
 
-def _losses(configuration: Any, prepared: Any, leaves: list[Any], mask: Any) -> Any:
+def _losses(
+    clipped_sum: Any, configuration: Any, prepared: Any, leaves: list[Any], mask: Any
+) -> Any:
     """Zeros in place of sums and norms, and the losses of a batch."""
     traced, count = prepared.traced, len(leaves[0])
     program = jaxpr_as_fun(traced.program.run())
