@@ -12,12 +12,12 @@ from jax.extend.core import JaxprEqn
 from ..gradients import Mark
 from ..privacy import NoiseMark
 from ..programs import Context, is_as_marked, mark_on, named, programs_of
-from .facts import ANY, CONSTANT, DATA, EVEN, Fact, Reach, Row, Sum, Term, met, private
+from .facts import ANY, CONSTANT, DATA, EVEN, Fact, Reach, Row, Sum, Term, met, private, turns_of
 from .record import DOORS, OWN_MEMORY, Record
 from .roles import MASK
 from .streams import PAST, Given, Key, loops_of, state_of
 from .sums import Release, Source
-from .variables import dtype_of, shape_of
+from .variables import dtype_of, shape_of, size_of
 
 
 def engine_call(
@@ -40,7 +40,7 @@ def engine_call(
         if any(jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes):
             record.note(context, "fresh noise", _OTHER_KEY)
     if all(fact.is_public for fact in inputs):
-        return [Fact()] * count
+        return [Fact(turns=turns_of(inputs))] * count
     record.trained |= {fact.token.root for fact in shared if isinstance(fact.token, Given)}
     lost = [fact for fact in (*shared, *keys) if not fact.is_public]
     if lost:
@@ -68,7 +68,8 @@ def engine_call(
 def models_of(equation: JaxprEqn, alike: slice = slice(0)) -> int | None:
     """Over how many models a marked equation is mapped; 1 if it is not, None if that is unclear.
 
-    The operands in `alike` must be the same for all.
+    The operands in `alike` must be the same for all. The first result is an array like the first
+    operand: it has one for each model.
     """
     before = equation.params["name"].shapes
     shapes = [shape_of(variable) for variable in equation.invars]
@@ -79,7 +80,8 @@ def models_of(equation: JaxprEqn, alike: slice = slice(0)) -> int | None:
     mapped = [(a, b) for a, b in zip(before, shapes, strict=True) if a != b]
     counts = {math.prod(b) // max(1, math.prod(a)) for a, b in mapped}
     is_plain = all(sorted(b) == sorted((*a, *counts)) for a, b in mapped)
-    return counts.pop() if len(counts) == 1 and is_plain else None
+    count = counts.pop() if len(counts) == 1 and is_plain else 0
+    return count if size_of(equation.outvars[0]) == count * math.prod(before[0]) else None
 
 
 def _rows_of(shared: Sequence[Fact], batch: Sequence[Fact], mask: Sequence[Fact]) -> Row | str:
@@ -178,7 +180,7 @@ def noise(
     record.draw(context, stream)
     sums = [fact.sum for fact in leaves if fact.sum and not fact.sum.over]
     is_bounded = [fact.is_public or fact.sum in sums for fact in leaves]
-    released = Fact(Reach(is_random=True))
+    released = Fact(Reach(is_random=True), turns=frozenset(loops_of(context)))
     noisy = [released if is_so else _unbounded(context) for is_so in is_bounded]
     if sums and context.is_final:
         batches = {record.sources[term.leaf[0]].batches for one in sums for term in one.terms}

@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..gradients import Mark
 from ..privacy import NoiseMark
-from ..programs import UNCHANGED, Context, Flow, ShardMap, inside, mark_on, named, settled
+from ..programs import UNCHANGED, UNSEEN, Context, Flow, ShardMap, inside, mark_on, named, settled
 from . import rows, streams
 from .arguments import Argument
 from .facts import EVEN, Fact, either, of_array, private, reached, turns_of
@@ -18,7 +18,7 @@ from .roles import gathered, role_of
 from .streams import CALL, Key, Stream
 from .sums import is_added_to, linear
 
-_NOT_FOLLOWED = named("pure_callback io_callback buffer_callback get swap addupdate")
+_NOT_FOLLOWED = UNSEEN | named("rng_uniform")
 _DRAWS = named("random_bits rng_bit_generator rng_uniform threefry2x32 random_gamma")
 _SAME_VALUE = UNCHANGED | named("broadcast_in_dim reshape squeeze")
 _LOOP = "a loop carries a clipped sum, or stacks several"
@@ -82,14 +82,14 @@ class PrivacyFlow(Flow[Fact]):
         for fact in inputs if is_door(equation) else ():
             if not fact.is_public:
                 self.record.door(context, equation, fact.is_proven)
-        if name in _NOT_FOLLOWED and not is_error_if(equation):
-            why = "a host function or a mutable array returns it, which may be of any data"
-            return [private(why, context.line)] * count
         token = streams.token_of(equation, inputs) if count else None
         for fact in inputs[isinstance(token, Key) :]:
             self.record.use(fact, context.line)
-        if not count:
-            return []
+        is_mutable = any("Ref" in type(variable.aval).__name__ for variable in equation.invars)
+        is_known = not is_mutable and (name not in _NOT_FOLLOWED or is_error_if(equation))
+        if not (count and is_known):
+            why = "a host function or a mutable array returns it, which may be of any data"
+            return [private(why, context.line)] * count
         if any(fact.sum for fact in inputs) and not any(fact.reach.why for fact in inputs):
             return [linear(context, equation, inputs)] * count
         reach = reached(inputs, f"a clipped sum is in it, through '{name}'", context.line)
@@ -115,8 +115,9 @@ class PrivacyFlow(Flow[Fact]):
         why = "it comes from a shard_map by hand: use sharding= of filter_clipped_grad instead"
         lost = private(why, context.line)
         read = [self._read(fact, context.line) for fact in inputs]
-        found = self.program(spread.body, [Fact() if f.is_public else lost for f in read], context)
-        return [Fact() if self._read(f, context.line).is_public else lost for f in found]
+        public = Fact(turns=turns_of(read))
+        found = self.program(spread.body, [public if f.is_public else lost for f in read], context)
+        return [public if self._read(f, context.line).is_public else lost for f in found]
 
     def _secret(self, fact: Fact, line: str) -> Fact:
         """A value that is read by something other than noise; a counter is a public number."""
@@ -142,6 +143,7 @@ class PrivacyFlow(Flow[Fact]):
         consts, carry, slices = parts
         size, before = len(carry), context._replace(is_final=False)
         totals = [is_added_to(body.jaxpr, len(consts) + i, i) for i in range(size)]
+        kept = [body.jaxpr.invars[len(consts) + i] is body.jaxpr.outvars[i] for i in range(size)]
         slices = [self._sliced(context, fact) for fact in slices]
 
         def step(carry: list[Fact], context: Context) -> list[Fact]:
@@ -149,7 +151,7 @@ class PrivacyFlow(Flow[Fact]):
 
         start = settled(
             lambda start: step(start, before)[:size],
-            [self._entry(context, *entry) for entry in zip(carry, totals, strict=True)],
+            [self._entry(context, *entry) for entry in zip(carry, totals, kept, strict=True)],
             lambda start, end: self._widened(context, start, end),
         )
         around = zip(carry, start, step(start, before)[:size], strict=True)
@@ -169,19 +171,19 @@ class PrivacyFlow(Flow[Fact]):
     def _stacked(self, context: Context, fact: Fact) -> Fact:
         """The stacked results of all turns."""
         fact = self._read(fact, context.line)
-        outer = fact.turns - {context.loops[-1].path}
-        return Fact(reached([fact], _LOOP, context.line), turns=outer)
+        return Fact(
+            reached([fact], _LOOP, context.line), turns=fact.turns - {context.loops[-1].path}
+        )
 
-    def _entry(self, context: Context, fact: Fact, is_total: bool) -> Fact:
+    def _entry(self, context: Context, fact: Fact, is_total: bool, is_kept: bool) -> Fact:
         """What a loop carries, at the beginning of a turn; others than totals may change."""
         loop, token = context.loops[-1].path, fact.token
         if isinstance(token, Stream):
-            inside = streams.loops_of(context)
-            return Fact(token=token._replace(at=("turn", loop), loops=inside))
-        if is_total or isinstance(token, Key):  # until a key is found to change
+            return Fact(token=token._replace(at=("turn", loop), loops=streams.loops_of(context)))
+        if is_total or (is_kept and isinstance(token, Key)):
             return Fact(token=("total", loop)) if is_total else fact
-        reach = reached([fact], _LOOP, context.line)
-        return Fact(reach, fact.places, fact.turns | {loop})
+        fact = self._read(fact, context.line)
+        return Fact(reached([fact], _LOOP, context.line), fact.places, fact.turns | {loop})
 
     def _widened(self, context: Context, start: Fact, end: Fact) -> Fact:
         """The fact at the beginning of a turn, given that at its end."""
@@ -190,17 +192,16 @@ class PrivacyFlow(Flow[Fact]):
             return start if is_same else private(SECRET, context.line)
         if _is_total(start):
             return start
-        found = self.joined([start, end])
-        if start.token != end.token:
-            found = found._replace(turns=found.turns | {context.loops[-1].path})
-        return found
+        return self.joined([start, end])
 
     def _after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
         """What a loop carries, after its last turn, from what it was before."""
         loop, outer = context.loops[-1], context._replace(loops=context.loops[:-1])
         if _is_total(start):
-            if first.is_public and end.sum is not None and end.sum.over == loop.path:
-                return Fact(sum=end.sum._replace(over=None))
+            # In each turn it is the same function of the engine's sum.
+            found = end.sum if first.is_public and loop.path not in end.turns else None
+            if found is not None and found.over == loop.path:
+                return Fact(sum=found._replace(over=None))
             both = [self._read(first, context.line), end]
             return Fact(reached(both, _LOOP, context.line), turns=turns_of(both))
         if not isinstance(first.token, Stream):

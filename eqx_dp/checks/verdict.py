@@ -46,8 +46,7 @@ def report_on(record: Record, results: Sequence[Result], plan: PrivacyPlan | Non
     notes = [*record.assumed]
     are_stacks = {bool(source.batches) for source in record.sources.values()}
     if len(are_stacks) == 2:
-        text = "arguments are read as a batch in one call, and as a stack of batches in another"
-        record.add("examples apart", text, "the step")
+        record.add("examples apart", "one call reads batches, and another stacks", "the step")
     if any(are_stacks):
         notes.append("arguments are read as stacks of batches, each of them a sample of its own")
     return PrivacyReport(

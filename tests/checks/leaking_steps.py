@@ -868,6 +868,9 @@ def models_with_one_stream():
 ROUND_STEPS = {
     "every_second_row": lambda at: at.noised(at.rows(slice(0, None, 2)).sum()),
     "left_out_by_a_mutable_array": left_out_by_a_mutable_array,
+    "sign_by_the_turn": lambda at: accumulated(
+        at, lambda t, g, i: t + lax.cond(i > 1, lambda g: 1.0 * g, lambda g: -1.0 * g, g)
+    ),
     "handed_on_after_a_draw": handed_on_after_a_draw,
 }
 ROUND_EACH = {
@@ -881,6 +884,14 @@ ROUND_EACH = {
     "prefix_sums": lambda: step_of(lambda at: at.noised(two_totals(at, prefix_sums)[1])),
     "microbatches_with_other_weights": lambda: step_of(
         lambda at: one_by_one(at, with_another_weight, at.more[0]), batch=(*data(), ROOT)
+    ),
+    "keys_exchanged": lambda: step_of(
+        lambda at: one_by_one(
+            at,
+            lambda part, keys: (part.times(jnp.full(2, uniform(keys[0]))), keys[::-1]),
+            tuple(fold_in(at.more[0], factor * at.state.step) for factor in (2, 3)),
+        ),
+        batch=(*data(), ROOT),
     ),
     "microbatches_left_out": lambda: step_of(lambda at: one_by_one(at, left_out_later, 0)),
     "of_the_batch_before": lambda: step_of(
