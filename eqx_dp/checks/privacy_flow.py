@@ -15,7 +15,7 @@ from .facts import EVEN, Fact, either, of_array, private, reached, turns_of
 from .marked import engine_call, noise
 from .record import Record, is_door, is_error_if
 from .roles import gathered, role_of
-from .streams import CALL, Key, Stream
+from .streams import CALL, EVERY, Key, Stream
 from .sums import is_added_to, linear
 
 _NOT_FOLLOWED = UNSEEN | named("rng_uniform")
@@ -143,7 +143,6 @@ class PrivacyFlow(Flow[Fact]):
         consts, carry, slices = parts
         size, before = len(carry), context._replace(is_final=False)
         totals = [is_added_to(body.jaxpr, len(consts) + i, i) for i in range(size)]
-        kept = [body.jaxpr.invars[len(consts) + i] is body.jaxpr.outvars[i] for i in range(size)]
         slices = [self._sliced(context, fact) for fact in slices]
 
         def step(carry: list[Fact], context: Context) -> list[Fact]:
@@ -151,7 +150,7 @@ class PrivacyFlow(Flow[Fact]):
 
         start = settled(
             lambda start: step(start, before)[:size],
-            [self._entry(context, *entry) for entry in zip(carry, totals, kept, strict=True)],
+            [self._entry(context, *entry) for entry in zip(carry, totals, strict=True)],
             lambda start, end: self._widened(context, start, end),
         )
         around = zip(carry, start, step(start, before)[:size], strict=True)
@@ -175,12 +174,13 @@ class PrivacyFlow(Flow[Fact]):
             reached([fact], _LOOP, context.line), turns=fact.turns - {context.loops[-1].path}
         )
 
-    def _entry(self, context: Context, fact: Fact, is_total: bool, is_kept: bool) -> Fact:
+    def _entry(self, context: Context, fact: Fact, is_total: bool) -> Fact:
         """What a loop carries, at the beginning of a turn; others than totals may change."""
         loop, token = context.loops[-1].path, fact.token
         if isinstance(token, Stream):
             return Fact(token=token._replace(at=("turn", loop), loops=streams.loops_of(context)))
-        if is_total or (is_kept and isinstance(token, Key)):
+        # A key whose path is known is one value, until it is found to change.
+        if is_total or (isinstance(token, Key) and EVERY not in token.path):
             return Fact(token=("total", loop)) if is_total else fact
         fact = self._read(fact, context.line)
         return Fact(reached([fact], _LOOP, context.line), fact.places, fact.turns | {loop})
@@ -192,7 +192,10 @@ class PrivacyFlow(Flow[Fact]):
             return start if is_same else private(SECRET, context.line)
         if _is_total(start):
             return start
-        return self.joined([start, end])
+        found = self.joined([start, end])
+        if start.token != end.token:
+            found = found._replace(turns=found.turns | {context.loops[-1].path})
+        return found
 
     def _after(self, context: Context, first: Fact, start: Fact, end: Fact) -> Fact:
         """What a loop carries, after its last turn, from what it was before."""
