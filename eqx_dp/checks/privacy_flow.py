@@ -170,9 +170,8 @@ class PrivacyFlow(Flow[Fact]):
     def _stacked(self, context: Context, fact: Fact) -> Fact:
         """The stacked results of all turns."""
         fact = self._read(fact, context.line)
-        return Fact(
-            reached([fact], _LOOP, context.line), turns=fact.turns - {context.loops[-1].path}
-        )
+        outer = fact.turns - {context.loops[-1].path}
+        return Fact(reached([fact], _LOOP, context.line), turns=outer)
 
     def _entry(self, context: Context, fact: Fact, is_total: bool) -> Fact:
         """What a loop carries, at the beginning of a turn; others than totals may change."""

@@ -46,7 +46,8 @@ def report_on(record: Record, results: Sequence[Result], plan: PrivacyPlan | Non
     notes = [*record.assumed]
     are_stacks = {bool(source.batches) for source in record.sources.values()}
     if len(are_stacks) == 2:
-        record.add("examples apart", "one call reads batches, and another stacks", "the step")
+        text = "one call of the engine gets batches, and another one gets stacks of batches"
+        record.add("examples apart", text, "the step")
     if any(are_stacks):
         notes.append("arguments are read as stacks of batches, each of them a sample of its own")
     return PrivacyReport(
@@ -131,7 +132,7 @@ def _against_plan(record: Record, plan: PrivacyPlan, multiplier: float, steps: i
         record.add("noise", text, lines, True)
 
 
-_OTHER_UNIT = "gradients of another unit than the plan's are clipped: clip plan.unit.loss(loss)"
+_OTHER_UNIT = "what is clipped is not the plan's unit: with dp.Users, clip plan.unit.loss(loss)"
 
 
 # Streams of noise, and keys of losses.
