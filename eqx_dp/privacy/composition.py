@@ -1,7 +1,6 @@
 """One budget for several releases: plans whose runs are seen together."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import SupportsFloat
@@ -110,7 +109,7 @@ class Composition:
     def _runs(self, times: float = 1.0) -> Runs:
         """Those of all plans, with so many times their noise."""
         reduced = (x.mechanism().reduced(times * x.noise_multiplier) for x in self.plans)
-        return tuple(itertools.chain.from_iterable(reduced))
+        return tuple(run for runs in reduced for run in runs)
 
 
 def compose(*releases: Release, delta: SupportsFloat | None = None) -> Composition:

@@ -1,13 +1,12 @@
 """What finite precision costs: what a plan charges for it."""
 
 import math
-from typing import Any, SupportsFloat
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from ..expected import real_number
 from .grid import GRID_BITS
 
 PRECISION_EPSILON = 5e-5
@@ -31,7 +30,7 @@ def mean_square_error() -> float:
     return unit**2 * (2**2 * 2 + 2 * 2 * 2 * math.sqrt(math.pi / 2) + 2**2) / 2
 
 
-def entries_covered(delta: SupportsFloat) -> float:
+def entries_covered(delta: float) -> float:
     """How many noisy entries, those of all steps together, a plan with this delta has paid for.
 
     Args:
@@ -41,8 +40,7 @@ def entries_covered(delta: SupportsFloat) -> float:
         `PRECISION_EPSILON`^2 / (8 L V) with L = `MOST_EPSILON` + log(10^5 / delta): 2e13 for a
         delta of 1e-5.
     """
-    known = real_number("delta", delta, lambda real: 0 < real < 1, "between 0 and 1, both excluded")
-    return PRECISION_EPSILON**2 / (8 * (MOST_EPSILON + math.log(1e5 / known)) * mean_square_error())
+    return PRECISION_EPSILON**2 / (8 * (MOST_EPSILON + math.log(1e5 / delta)) * mean_square_error())
 
 
 def within_charge(

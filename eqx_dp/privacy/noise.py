@@ -131,10 +131,9 @@ def gaussian_privatizer(
             is no array, or it would draw one key for several models under `vmap`.
     """
     policy, rules = checked_policy(policy), checked_rules(sharding)
-    scale = static_stddev(stddev)
     allowed = "a dp.Banded, or None for independent noise"
     expect("correlation", correlation, (Banded, type(None)), allowed)
-    known = correlation or Banded()
+    how = _How(static_stddev(stddev), policy, rules, correlation or Banded())
     root = None if key is None else single_key(key)
 
     def init(params: optax.Params) -> GaussianPrivatizerState:
@@ -145,12 +144,11 @@ def gaussian_privatizer(
         )
         tree = [(jax.tree_util.keystr(path), np.shape(leaf)) for path, leaf in leaves]
         stream = first_stream(root, f"eqx_dp privatizer {tree}")
-        return GaussianPrivatizerState(stream, no_past(params, known, rules))
+        return GaussianPrivatizerState(stream, no_past(params, how.correlation, rules))
 
     def update(
         updates: optax.Updates, state: GaussianPrivatizerState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, GaussianPrivatizerState]:
-        how = _How(scale, policy, rules, known)
         noisy, stream, past = _noisy(updates, state.stream, how, state.past)
         return noisy, GaussianPrivatizerState(stream, past)
 
@@ -259,8 +257,7 @@ def _noisy(
 
     def function(operands: Any) -> tuple[list[Array], NoiseStream, tuple[Past, ...]]:
         gradients, stream, past = operands
-        numbered = zip(range(len(paths)), gradients, paths, strict=True)
-        placed = [_leaf(*leaf, how) for leaf in numbered]
+        placed = [_leaf(i, x, paths[i], how) for i, x in enumerate(gradients)]
         # The stream that is returned has the key as it came, which follows from no gradient.
         own = stream._replace(key=noise_key(stream.key, "noise", gradients))
         is_apart = how.rules is not None

@@ -218,19 +218,13 @@ class PrivacyPlan(AccountedPlan):
         sharding = agreed_with(grad_fn, "sharding", sharding)
         stddev = self.noise_multiplier * checked_sensitivity(grad_fn, self.neighboring_relation)
         privatizer = gaussian_privatizer(
-            stddev=stddev,
-            key=key,
-            policy=policy,
-            sharding=sharding,
-            correlation=self.noise,
+            stddev=stddev, key=key, policy=policy, sharding=sharding, correlation=self.noise
         )
-        if stddev == 0:
-            if self.noise_multiplier:
-                raise ValueError(
-                    "l2_clip_norm must be greater than 0 to train; found a grad_fn whose "
-                    "sensitivity is 0, so that all gradients and all noise are 0."
-                )
-            return privatizer
+        if stddev == 0 < self.noise_multiplier:
+            raise ValueError(
+                "l2_clip_norm must be greater than 0 to train; found a grad_fn whose sensitivity "
+                "is 0, so that all gradients and all noise are 0."
+            )
         growth = 1.0 if self.noise is None else self.noise.error_growth(self.steps)
         return within_charge(privatizer, self.steps, self.delta, growth)
 

@@ -31,8 +31,6 @@ class Sampling:
         The capacity determines the size of the data set, up to rounding. If examples are drawn very
         rarely, this is the largest data set with that capacity.
         """
-        if self.sampling_prob == 1:
-            return SampleSize(slots, slots, 1.0)
 
         def overflows(num_examples: int) -> bool:
             tail = binomial().sf(slots, num_examples, self.sampling_prob)

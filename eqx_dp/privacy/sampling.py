@@ -267,7 +267,8 @@ class Sampler:
 
     def _drawn(self, step: int) -> Int64[np.ndarray, "drawn"]:
         """What this host's batch of a step holds, in random order: a cut keeps the first."""
-        drawn = self._drawn_by_all(step)
+        drawn = self._draw(step)
+        drawn = drawn[np.argsort(self._numbers((str(step), "order"), len(drawn)))]
         if self.shared:
             return drawn[: self.hosts * self.capacity][self.host :: self.hosts]
         # Parts of one random order are random orders, independent of each other.
@@ -278,19 +279,12 @@ class Sampler:
     def _draw(self) -> Draw:
         return self.kind.draws(self.num_examples, self._numbers)
 
-    def _drawn_by_all(self, step: int) -> Int64[np.ndarray, "drawn"]:
-        """All examples of a step, in random order."""
-        drawn = self._draw(step)
-        return drawn[np.argsort(self._numbers((str(step), "order"), len(drawn)))]
-
     def _numbers(self, purpose: tuple[str, ...], count: int) -> UInt64[np.ndarray, "count"]:
-        return numbers_of(self.seed, (*self._bound_to(), *purpose), count)
-
-    def _bound_to(self) -> tuple[str, ...]:
-        """What random numbers depend on, beside seed and purpose."""
+        """Random numbers for a purpose; they depend on the kind and on `num_examples`, too."""
+        name, kind = "eqx_dp sample of a kind", json.dumps(self.kind.fields())
         if isinstance(self.kind, Poisson):
-            return "eqx_dp sample", str(self.num_examples), self.kind.sampling_prob.hex()
-        return "eqx_dp sample of a kind", str(self.num_examples), json.dumps(self.kind.fields())
+            name, kind = "eqx_dp sample", self.kind.sampling_prob.hex()
+        return numbers_of(self.seed, (name, str(self.num_examples), kind, *purpose), count)
 
     def _least_slots(self, part: int, tau: float) -> int:
         """Slots for the examples that are drawn from a part of the data set."""

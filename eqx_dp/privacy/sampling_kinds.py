@@ -160,8 +160,9 @@ class FixedSize(Kind):
     It buys batches without padding (on one host, or where hosts share their examples). It costs
     noise: it is accounted for only where one example replaces another, which moves the sum by two
     clip norms (by a privacy loss distribution, after Balle et al. 2018, arXiv 1807.01647, theorem
-    9, and Zhu et al. 2022, arXiv 2106.08567, theorem 11). Epsilon is 1.07 to 1.16 times that of
-    data sets that are known to cost much (`python -m tests.benchmarks accounting`).
+    9, and Zhu et al. 2022, arXiv 2106.08567, theorem 11). Epsilon is 1.06 to 1.12 times the
+    largest that is known to be reached (`python -m tests.benchmarks accounting`): a step is bounded
+    by the worse of two data sets at each loss, and no data set is both.
 
     | case | what happens |
     |---|---|
@@ -246,7 +247,8 @@ class BallsInBins(Bins):
     So each example takes part once in every `cycle` steps, in the same place of each cycle. It buys
     amplification for correlated noise of any number of bands (Choquette-Choo et al. 2024, arXiv
     2410.06266), and steady use of the data. With independent noise it is accounted for like
-    `RandomAllocation`. With correlated noise epsilon is a bound, 1.2 to 1.9 times the truth.
+    `RandomAllocation`. With correlated noise epsilon is a bound, 1.2 to 1.9 times the truth:
+    it counts every k-th bin alone.
 
     | case | what happens |
     |---|---|
@@ -266,7 +268,9 @@ class BallsInBins(Bins):
 class RandomAllocation(Bins):
     """As `BallsInBins`, but every `cycle` steps all examples draw their bins anew.
 
-    Each example takes part once in each cycle, in a place that is drawn for each cycle. It buys
+    Each example takes part once in each cycle, in a place that is drawn for each cycle: in k of t
+    steps, with a cycle of t / k. (For k steps that are drawn freely from all t the proven epsilon
+    is the same, that of k cycles: arXiv 2502.08202. So there is no kind for them.) It buys
     amplification close to that of `Poisson`, with every example in every cycle (Feldman and
     Shenfeld 2025, arXiv 2502.08202; accounting: arXiv 2602.17284), accounted for without samples.
     For 300 steps, cycle 100, delta 1e-5 epsilon is 0.955 at noise multiplier 1, 13.7 at 0.4; that

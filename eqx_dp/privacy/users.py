@@ -1,9 +1,10 @@
 """Users as the unit of privacy: the rows of one user are one example."""
 
+import collections
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int64
 
-from ..expected import expect, function, whole_number
+from ..expected import entries, expect, function, whole_number
 from ..rows import drawn_from
 from ..shown import shown
 from ..trees import PyTree
@@ -42,17 +43,13 @@ class Users:
     | a user has fewer | all are taken; the mean is over those, and the rest is padding |
     | a user has no row | is_padding_example is True: the user adds exactly zero |
     | a row's loss or gradient is not finite | the user adds exactly zero in this step |
-    | a row has several owners (arXiv 2503.03622) | refused: see below |
-
-    **Several owners.** Give each row to one user only if the other owners need no protection; or
-    leave out rows of several owners. To bound contributions in such a graph, which rows a user
-    keeps depends on other users. The guarantee above does not hold then, but one for a fixed graph,
-    and no library that this package rests on has a function for it.
+    | a row's user is -1 | no step takes it |
+    | a row has several owners | see `of_owners` |
 
     Args:
-        user_of_example: for each row the index of its user, from 0. Of names:
-            `np.unique(names, return_inverse=True)[1]`. None where only the accounting is needed, as
-            in a plan that was read from JSON.
+        user_of_example: for each row the index of its user, from 0, or -1 to leave it out. Of
+            names: `np.unique(names, return_inverse=True)[1]`. None where only the accounting is
+            needed, as in a plan that was read from JSON.
         per_step: the most rows of a user in a step, at least 1.
         num_users: how many users there are. None for the largest index plus 1.
 
@@ -76,6 +73,50 @@ class Users:
             checked = {"num_users": int(users.max()) + 1, **checked, "user_of_example": users}
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @classmethod
+    def of_owners(cls, owners: Iterable[Iterable[int]], per_step: int) -> "Users":
+        """Users of rows that belong to several people: of messages, of pictures with many faces.
+
+        Those who own a row together are one user of the result, with all rows that just they own.
+        Two groups that share a person cannot both be users: that person would count twice. So
+        groups are chosen, and the rows of all others are left out. First come groups of the fewest
+        owners, then those with the most rows, then those whose row comes first (the greedy choice
+        of Ganesh et al. 2025, arXiv 2503.03622, but that all rows of a group are one example).
+
+        **Guarantee.** Nobody owns rows of two users of the result. So the plan's epsilon is that
+        for people in the fixed-graph model of that paper: of data sets with the same `owners` that
+        differ in the rows of one person, which are emptied, or replaced, as the plan's relation
+        says. **Who owns which row is taken for public**: the groups that are chosen, and
+        `num_users`, follow from it, and from nothing else. If it is secret who wrote to whom, give
+        each row to one owner that does not depend on the others, such as the sender, by `Users`
+        itself. Then the others are not protected.
+
+        | case | what happens |
+        |---|---|
+        | each row has one owner | all rows are kept; users with more rows have smaller numbers |
+        | everybody has rows alone | only those are kept: drop some first if shared rows matter |
+        | an owner of a row is named twice | once counts |
+        | a row has no owner | refused: give it to somebody, or leave it out |
+
+        Args:
+            owners: for each row the numbers of those who own it, from 0 to 2^53; at least one.
+            per_step: as for `Users`.
+
+        Returns:
+            The users; rows that are left out have `user_of_example` -1.
+
+        Raises:
+            ValueError: `owners` holds something else, or there are no rows.
+        """
+        of_rows = [_owners(row, its) for row, its in enumerate(entries("owners", owners, "rows"))]
+        rows, user_of = collections.Counter(of_rows), dict[frozenset[int], int]()
+        taken = set[int]()
+        for its in sorted(rows, key=lambda its: (len(its), -rows[its])):
+            if taken.isdisjoint(its):
+                user_of[its] = len(user_of)
+                taken |= its
+        return cls(np.array([user_of.get(its, -1) for its in of_rows], int), per_step)
 
     @property
     def num_rows(self) -> int:
@@ -206,12 +247,22 @@ def _checked_users(users: Any, num_users: int | None) -> Int64[np.ndarray, " row
     if found.ndim != 1 or found.dtype.kind not in "iu" or not found.size:
         raise ValueError(
             "user_of_example must hold whole numbers, one a row, and at least one row; found "
-            f"{shown(users)}. Of names: np.unique(names, return_inverse=True)[1]. Rows of several "
-            "owners are refused (see dp.Users): leave them out, or name the one to be protected."
+            f"{shown(users)}. Of names: np.unique(names, return_inverse=True)[1]. Of rows that "
+            "belong to several people: dp.Users.of_owners(owners, per_step)."
         )
     most = 2**53 if num_users is None else num_users
-    if found.min() < 0 or found.max() >= most:
+    if found.min() < -1 or not 0 <= found.max() < most:
         raise ValueError(
-            f"user_of_example must be from 0 to {most - 1}; found {found.min()} to {found.max()}."
+            f"user_of_example must be from 0 to {most - 1}, or -1 for rows that are left out, but "
+            f"not for all; found {found.min()} to {found.max()}."
         )
     return found.astype(np.int64)
+
+
+def _owners(row: int, owners: Any) -> frozenset[int]:
+    """Who owns a row, or a ValueError."""
+    name = f"owners[{row}]"
+    found = [whole_number(name, x, least=0, most=2**53) for x in entries(name, owners, "numbers")]
+    if not found:
+        raise ValueError(f"{name} must hold at least one number: whose the row is; found none.")
+    return frozenset(found)

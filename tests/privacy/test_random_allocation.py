@@ -12,7 +12,7 @@ from scipy import optimize, special, stats
 
 import eqx_dp as dp
 from eqx_dp.privacy import epsilon_beyond, random_allocation
-from tests.benchmarks.accounting import TINY, brute_force
+from tests.benchmarks.accounting import TINY, at_least, brute_force, draws_of
 from tests.tiers import curated
 
 ANEW, BINS = dp.sampling.RandomAllocation, dp.sampling.BallsInBins
@@ -66,44 +66,26 @@ def test_wider_intervals_and_fewer_bins_cost_more(bins, noise):
     assert random_allocation._counted(1001) == 1000
 
 
-def sampled_delta(cycle, rounds, noise, tilts, epsilon, count=10_000):
-    """Delta where an example is removed, by importance sampling; and the error of its mean.
-
-    One draw is moved by one of `tilts`: of a step that the example is in, or of any other.
-    """
-    random, found = np.random.default_rng(3), []
-    odds = np.full(cycle, 0.5 / (cycle - 1))
-    odds[0] = 0.5  # the step of the example
-    for _ in range(50):
-        z = random.normal(size=(count, rounds, cycle))
-        step = random.integers(rounds, size=count), random.choice(cycle, count, p=odds)
-        z[np.arange(count), *step] += random.choice(tilts, count)
-        ratios = [(np.exp(tilt * z - tilt**2 / 2) @ odds).mean(1) for tilt in tilts]
-        z[:, :, 0] += 1 / noise
-        losses = special.logsumexp(z / noise - 0.5 / noise**2, axis=2) - math.log(cycle)
-        gain = -np.expm1(np.minimum(epsilon - losses.sum(1), 0))
-        found.append(gain / np.mean(ratios, axis=0))
-    return np.mean(found), np.std(found) / math.sqrt(50 * count)
-
-
 CASES = [
-    (ANEW(100), 300, 1.0, 1e-5, (2.0, 3.0, 4.5)),
-    (ANEW(5), 25, 2.0, 1e-2, (1.0,)),
-    (BINS(20), 100, 3.0, 1e-5, (4.5,)),
-    (BINS(20), 95, 3.0, 1e-10, (7.0,)),
+    (ANEW(100), None, 300, 1.0, 1e-5, 20_000, 1.02),
+    (ANEW(5), None, 25, 2.0, 1e-2, 50_000, 1.02),
+    (BINS(20), None, 100, 3.0, 1e-5, 50_000, 1.02),
+    (BINS(20), None, 95, 3.0, 1e-10, 50_000, 1.02),
+    (BINS(9), dp.Banded(strategy=(1.0, 0.5, 0.3)), 40, 3.0, 0.01, 20_000, 1.5),
+    (BINS(8), dp.Banded.bisr(3), 8, 1.0, 1e-5, 20_000, 1.3),
+    (BINS(32), dp.Banded(strategy=(1.0, 0.5)), 64, 1.2, 1e-10, 20_000, 1.4),
 ]
 
 
-@pytest.mark.parametrize(("kind", "steps", "noise", "delta", "tilts"), curated(CASES, CASES[2:3]))
-def test_epsilon_is_within_2_percent_of_samples(kind, steps, noise, delta, tilts):
-    plan = dp.PrivacyPlan(None, steps, noise, delta, sampling=kind)
-    found, rounds = plan.epsilon(), math.ceil(steps / kind.cycle)
-    if not kind.are_drawn_anew:
-        rounds, noise = 1, noise / math.sqrt(rounds)
-    mean, error = sampled_delta(kind.cycle, rounds, noise, tilts, found)
-    assert mean - 4 * error <= delta
-    mean, error = sampled_delta(kind.cycle, rounds, noise, tilts, found / 1.02)
-    assert mean - 4 * error > delta
+@pytest.mark.parametrize(
+    ("kind", "correlation", "steps", "noise", "delta", "count", "most"),
+    curated(CASES, [CASES[2], CASES[5]]),
+)
+def test_epsilon_is_close_to_what_samples_show(kind, correlation, steps, noise, delta, count, most):
+    """That of correlated noise in bins is a bound that is not tight."""
+    plan = dp.PrivacyPlan(None, steps, noise, delta, sampling=kind, noise=correlation)
+    stated = plan.epsilon()
+    assert stated / most < at_least(draws_of(plan, stated), stated, delta, count) <= stated
 
 
 def test_allocation_costs_less_than_poisson_and_composes():
@@ -182,42 +164,6 @@ def test_two_bins_by_an_integral(column, steps, noise, delta):
     options = {"sampling": BINS(2), "noise": dp.Banded(strategy=column)}
     found = dp.PrivacyPlan(None, steps, noise, delta, **options).epsilon()
     assert 1 <= found / truth < (1.005 if len(column) == 1 else 1.2)
-
-
-CORRELATED = [
-    (dp.Banded(strategy=(1.0, 0.5, 0.3)), 9, 40, 3.0, 0.01),
-    (dp.Banded.bisr(3), 8, 8, 1.0, 1e-5),
-    (dp.Banded(strategy=(1.0, 0.5)), 32, 64, 1.2, 1e-10),
-]
-
-
-@pytest.mark.parametrize(
-    ("noise", "cycle", "steps", "multiplier", "delta"), curated(CORRELATED, CORRELATED[1:2])
-)
-def test_the_bound_of_bins_with_correlated_noise_is_above_samples(
-    noise, cycle, steps, multiplier, delta
-):
-    """At most 1.6 times the truth, by importance sampling: a mode is moved by a factor."""
-    plan = dp.PrivacyPlan(None, steps, multiplier, delta, sampling=BINS(cycle), noise=noise)
-    modes = modes_of(plan.mechanism().column(), cycle, steps) / multiplier
-    gram, count, random = modes @ modes.T, 100_000, np.random.default_rng(0)
-    values, vectors = np.linalg.eigh(gram)
-    dots = random.normal(size=(count, cycle)) * np.sqrt(np.maximum(values, 0)) @ vectors.T
-    factors = np.array([1.0, 1.5, 2.0, 3.0])
-    dots += random.choice(factors, count)[:, None] * gram[random.integers(cycle, size=count)]
-
-    def density(factor):
-        return special.logsumexp(factor * dots - factor**2 * np.diag(gram) / 2, axis=1)
-
-    losses, drawn = density(1.0) - math.log(cycle), [density(factor) for factor in factors]
-    weights = np.exp(losses - special.logsumexp(drawn, axis=0) + math.log(cycle * len(factors)))
-
-    def sampled(epsilon):
-        gains = -np.expm1(np.minimum(epsilon - losses, 0)) * weights
-        return gains.mean(), 4 * gains.std() / math.sqrt(count)
-
-    (mean, error), (least, least_error) = sampled(plan.epsilon()), sampled(plan.epsilon() / 1.6)
-    assert mean - error <= delta < least - least_error
 
 
 # Every sampler, with all of its draws.

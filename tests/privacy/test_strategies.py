@@ -1,6 +1,7 @@
 """Correlated noise against dense matrices: strategies, draws, plans, starts."""
 
 import itertools
+import json
 import math
 import re
 import warnings
@@ -273,6 +274,25 @@ def test_plans_compose_to_one_epsilon():
     ):
         with pytest.raises(ValueError, match=message):
             dp.compose(*plans, delta=delta)
+
+
+@pytest.mark.slow
+def test_phases_of_a_run_cost_what_is_composed(tmp_path):
+    """The plans of both statements, one phase after the other, are those of the composition."""
+    early, late = (dp.PrivacyPlan(q, 3, noise, 5e-6) for q, noise in ((0.1, 2.0), (0.2, 1.0)))
+    phases, model, plans = dp.compose(early, late).within(3.0), jnp.zeros(3), []
+    xs = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+    for number, plan in enumerate(phases.plans):
+        step = dp.make_step(loss, optax.sgd(0.1), plan, num_examples=60, l2_clip_norm=1.0)
+        folder = tmp_path / str(number)
+        model = dp.Trainer(step, xs, directory=folder, progress=False).run(model).model
+        statement = json.loads((folder / "privacy.json").read_text())
+        assert statement["steps_released"] == 3
+        plans.append(dp.PrivacyPlan.from_json(json.dumps(statement["plan"])))
+    events = [(by_matrices(plan), plan.steps) for plan in plans]
+    options = {"relation": RELATIONS[0], "delta": 1e-5, "steps": [steps for _, steps in events]}
+    wanted = epsilon_by(*(event for event, _ in events), **options)
+    assert phases.epsilon() == pytest.approx(wanted, rel=1e-6) == dp.compose(*plans).epsilon()
 
 
 def test_finished_releases_and_phases():

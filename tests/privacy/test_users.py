@@ -34,7 +34,7 @@ def taken(users, sampler, step):
     [
         (OWNERS, 2, 6, [[1, 6], [], 2, [], [3, 8], []]),  # three users without rows
         (OWNERS, 9, None, [[1, 6], [], [0, 2, 4, 5, 7], [], [3, 8]]),  # more than anybody has
-        (np.zeros(3, np.uint8), 2, None, [2]),
+        (np.array([-1, 0, -1, 0, 0], np.int8), 2, None, [2]),  # some belong to nobody
         (jnp.zeros(1, int), 4, None, [[0]]),
     ],
 )
@@ -69,6 +69,25 @@ def test_rows_are_chosen_uniformly_and_independently():
     hosts = [taken(users, sampler(2, hosts=2, host=host), 5) for host in (0, 1)]
     assert hosts[0] | hosts[1] == found[5]
     assert [taken(users, sampler(2, seed=2**41), step) for step in range(9)] != found[:9]
+
+
+def test_nobody_owns_rows_of_two_users():
+    by_hand = [[2, 7], [5], [2], [5, 5], [7, 9], [9, 7], [2, 5]]
+    assert dp.Users.of_owners(by_hand, 2).user_of_example.tolist() == [-1, 0, 1, 0, 2, 2, -1]
+    rng = np.random.default_rng(0)
+    for people in (3, 6, 30):
+        owners = [rng.choice(people, rng.integers(1, 4), replace=False) for _ in range(40)]
+        users = dp.Users.of_owners(owners, 3)
+        user_of = users.user_of_example
+        user_of_person = {
+            x: u for its, u in zip(owners, user_of, strict=True) if u >= 0 for x in its
+        }
+        for its, user in zip(owners, user_of, strict=True):
+            others = {user_of_person.get(x) for x in its}
+            assert others == {user} if user >= 0 else others != {None}
+        assert users.num_users == user_of.max() + 1 == len(set(user_of) - {-1})
+        rows = np.concatenate([*taken(users, sampler(users.num_users), 0).values()])
+        assert set(user_of[rows]) == set(range(users.num_users))
 
 
 HOSTILE = {
@@ -122,9 +141,14 @@ def test_the_loss_is_the_mean_over_the_rows_that_are_there():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: dp.Users(np.zeros((3, 2), int), 2), "several owners are refused"),
+        (lambda: dp.Users(np.zeros((3, 2), int), 2), "several people: dp.Users.of_owners"),
+        (lambda: dp.Users(np.full(3, -1), 2), "not for all; found -1 to -1"),
+        (lambda: dp.Users.of_owners([[1], []], 2), r"owners\[1\] must hold at least one number"),
+        (lambda: dp.Users.of_owners([[1], ["b"]], 2), r"owners\[1\] must be a whole number"),
+        (lambda: dp.Users.of_owners([1], 2), r"owners\[0\] must be a tuple of numbers"),
+        (lambda: dp.Users.of_owners([], 2), "at least one row"),
         (lambda: dp.Users(np.array(["a", "b"]), 2), "np.unique"),
-        (lambda: dp.Users(OWNERS, 2, 4), "from 0 to 3; found 0 to 4"),
+        (lambda: dp.Users(OWNERS, 2, 4), "from 0 to 3, or -1 .* found 0 to 4"),
         (lambda: USERS.rows(sampler(9), 0), "draws from 9 examples, and there are 5 users"),
         (lambda: USERS.loss(np.ones(2)), r"loss must be a function, loss\(model, \*row\)"),
         (lambda: dp.Users(None, 2, 5).rows(sampler(5), 0), "user_of_example is None"),
