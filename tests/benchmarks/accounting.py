@@ -551,10 +551,14 @@ def by_brute_force(plan: dp.PrivacyPlan) -> dict[str, str]:
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """One of simulations, one of brute force."""
     plans, tiny = (SIMULATED[3:4], TINY[:2]) if options.tiny else (SIMULATED, TINY)
-    rounds = [simulated(plan, 5_000 * options.rounds) for plan in plans]
-    yield Table("Stated and simulated", rounds)
-    yield Table("Stated and by brute force", [by_brute_force(x) for x in tiny])
-    if options.tiny:
+    plans = [x for x in plans if options.only in described(x)["sampling"]]
+    tiny = [x for x in tiny if options.only in described(x)["sampling"]]
+    if "simulated" in options.tables:
+        rounds = [simulated(plan, 5_000 * options.rounds) for plan in plans]
+        yield Table("Stated and simulated", rounds)
+    if "brute" in options.tables:
+        yield Table("Stated and by brute force", [by_brute_force(x) for x in tiny])
+    if options.tiny or "gaps" not in options.tables:
         return
     sizes = [x for x in plans if isinstance(x.sampling, FixedSize)]
     yield Table("Batches of a fixed size", [fixed_size(x, 0.001) for x in sizes])
@@ -563,4 +567,11 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     yield Table("Bins and correlated noise: what exceeds the truth", rows)
 
 
-PART = Part(__doc__, tables, rounds=(16, 4))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of this benchmark."""
+    parser.add_argument("--only", default="", help="plans whose sampling contains this text")
+    kinds = ["simulated", "brute", "gaps"]
+    parser.add_argument("--tables", nargs="+", choices=kinds, default=kinds, help="some of them")
+
+
+PART = Part(__doc__, tables, add_options, rounds=(16, 4))
