@@ -1,4 +1,4 @@
-"""Which rows of a table run by README's command, and which in the slow tier."""
+"""Which rows of a table run by README's command, which in the slow tier, and which by hand."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,11 +6,18 @@ from typing import Any
 import pytest
 
 
-def curated(rows: Iterable[Any], at_once: Sequence[Any]) -> list[Any]:
-    """All rows; those that are not in `at_once` are slow."""
+def curated(rows: Iterable[Any], at_once: Sequence[Any], every: int = 1) -> list[Any]:
+    """All rows; of those that are not in `at_once` one in `every` is slow, the rest exhaustive."""
     rows = [*rows]
     assert all(row in rows for row in at_once)
-    return [row if row in at_once else _slow(row) for row in rows]
+    found, later = [], 0
+    for row in rows:
+        if row in at_once:
+            found.append(row)
+            continue
+        is_slow, later = later % every == 0, later + 1
+        found.append(_marked(row, pytest.mark.slow if is_slow else pytest.mark.exhaustive))
+    return found
 
 
 def by_method(
@@ -19,8 +26,9 @@ def by_method(
     book_keeping: Iterable[str] | None = None,
     ghost: Iterable[str] = (),
     per_example: Iterable[str] = (),
+    every: int = 1,
 ) -> list[Any]:
-    """Every name by every method: by book-keeping at once, or where named; others where named."""
+    """Every name by every method: by book-keeping at once, or where named; others: `curated`."""
     names = [*names]
     at_once = {
         "book_keeping": names if book_keeping is None else book_keeping,
@@ -28,8 +36,9 @@ def by_method(
         "per_example": per_example,
     }
     rows = [(name, method) for name in names for method in at_once]
-    return curated(rows, [(name, method) for method in at_once for name in at_once[method]])
+    chosen = [(name, method) for method in at_once for name in at_once[method]]
+    return curated(rows, chosen, every)
 
 
-def _slow(row: Any) -> Any:
-    return pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.slow)
+def _marked(row: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=mark)

@@ -107,7 +107,7 @@ def test_noise(results: Path):
         assert np.std(noisy) == pytest.approx(1, abs=0.1), kind
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # three minutes
 def test_mechanisms(results: Path):
     command.main(["mechanisms", "--tiny", "--rounds", "1", "--write", "--page", str(results)])
     assert re.search(r"\| bisr, 4 draws \| [\d.]+ \| [\d.]+ \(", results.read_text())

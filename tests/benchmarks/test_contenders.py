@@ -21,6 +21,7 @@ from tests.benchmarks.contenders import (
 )
 from tests.benchmarks.rows import ROWS, tiny
 from tests.benchmarks.step import case_of, of_jax_privacy, of_opacus, ordinary, ours, parts, updated
+from tests.tiers import curated
 
 BATCHES = 3
 needs_opacus = pytest.mark.skipif(
@@ -73,8 +74,7 @@ def test_clipped_gradients_in_torch_agree(name):
     assert_agree(row, {one.name: one.prepare(2) for one in in_torch(row, (2,))})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", curated(NAMES, (), every=3))
 def test_auto_agrees_on_models_of_others(name):
     row = CLIENTS[name](**tiny(CLIENTS[name]))
     assert f"batch {row.batch_size}" in row.title

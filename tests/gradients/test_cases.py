@@ -166,13 +166,16 @@ AT_ONCE = {"book_keeping": ("lookups",), "ghost": (), "per_example": ("views",)}
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [*by_method(CURATED, **AT_ONCE), *curated(itertools.product(LATER, FACTORING), ())],
+    [
+        *by_method(CURATED, **AT_ONCE, every=5),
+        *curated(itertools.product(LATER, FACTORING), (), every=5),
+    ],
 )
 def test_in_microbatches(name, method):
     check(known(name), method, microbatch_size=2)
 
 
-@pytest.mark.parametrize(("name", "method"), by_method(CURATED, book_keeping=("lookups",)))
+@pytest.mark.parametrize(("name", "method"), by_method(CURATED, book_keeping=("lookups",), every=4))
 def test_sums_in_blocks(name, method):
     """More examples at once than one contraction adds up."""
     case = joined(TABLES[name])

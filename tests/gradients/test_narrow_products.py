@@ -49,7 +49,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), by_method(CASES, book_keeping=("conv1d_all",), ghost=("linear_tokens",))
+    ("name", "method"),
+    by_method(CASES, book_keeping=("conv1d_all",), ghost=("linear_tokens",), every=4),
 )
 def test_the_gradient_is_that_of_rounded_operands(name, method):
     case = CASES[name]()

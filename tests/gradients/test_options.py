@@ -70,6 +70,7 @@ ELSEWHERE = ("key", "aux", "clip norms of layers", "clip norms of layers, rescal
         OPTIONS,
         book_keeping=[name for name in OPTIONS if name not in ELSEWHERE],
         ghost=("clip norms of layers, rescaled", "aux"),
+        every=4,
     ),
 )
 def test_agrees_with_the_oracle(name, method):

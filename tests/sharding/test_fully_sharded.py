@@ -100,9 +100,7 @@ MESHES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("name", "method"), by_method(MESHES, book_keeping=(), every=5))
 def test_on_any_mesh(name, method):
     """Some devices have padding alone, and wait for nobody."""
     options = {"padding": np.arange(16) >= 11, "method": method, "microbatch_size": 1}
@@ -127,7 +125,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "method"), by_method(OPTIONS, book_keeping=(), ghost=("plain",)))
+@pytest.mark.parametrize(
+    ("name", "method"), by_method(OPTIONS, book_keeping=(), ghost=("plain",), every=4)
+)
 def test_gradients_are_those_of_one_device(name, method):
     options = {"fun": loss, "model": net(), "batch": batch_of(16), "rules": rules_of()}
     assert_like_one_device(**options | {"method": method} | OPTIONS[name])

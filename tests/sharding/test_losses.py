@@ -19,6 +19,7 @@ from tests.sharding.losses import (
     mesh_of,
     tokens,
 )
+from tests.tiers import curated
 
 KINDS = ["auto", "explicit"]
 DATA = np.random.default_rng(0).normal(size=1024).astype(np.float32)
@@ -68,8 +69,7 @@ GPTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GPTS)
+@pytest.mark.parametrize("name", curated(GPTS, (), every=2))
 def test_a_gpt(name):
     """Values and gradients of one device, gradients where their parameters are.
 
