@@ -15,7 +15,10 @@ def made_for(rules: Any) -> AbstractContextManager[Any]:
 
     They need not be here. Without rules nothing changes.
     """
-    return nullcontext() if rules is None else _made_for(rules.mesh.devices.flat[0].platform)
+    if rules is None:
+        return nullcontext()
+    device = rules.mesh.devices.flat[0]
+    return _made_for(f"{device.platform}:{device.device_kind}")
 
 
 def platform() -> str:
@@ -25,7 +28,13 @@ def platform() -> str:
     mesh of GPUs elsewhere.
     """
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return _made_for.value or getattr(default, "platform", default) or jax.default_backend()
+    name = _made_for.value or getattr(default, "platform", default) or jax.default_backend()
+    return name.partition(":")[0]
+
+
+def device_kind() -> str:
+    """What JAX calls such a device, with the platform in front or without."""
+    return _made_for.value or jax.local_devices(backend=platform())[0].device_kind
 
 
 def is_cpu() -> bool:
