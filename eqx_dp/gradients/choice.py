@@ -8,9 +8,10 @@ because its norm comes from inner products of all pairs of vectors, while a form
 written, read for its norm and read for the sum. Measured on two CPU cores. Ghost forms only leaves
 whose gradient takes no more memory than the vectors that the backward pass holds anyway.
 
-`auto` is a formula of shapes, platform, memory and the sampling probability, never of data. It
-takes book-keeping, or ghost if one example would need too much memory. Where no microbatch size is
-given, any method takes the one of least expected work of those that fit in memory,
+`auto` is a formula of shapes, device, memory and the sampling probability, never of data. On CPUs
+it takes book-keeping, or ghost if one example would need too much memory; on GPUs and TPUs the
+method of least expected work of those by which one example fits. Where no microbatch size is given,
+any method takes the one of least expected work of those that fit in memory,
 
     work = examples x (3 F + N + move x M) + microbatches x (move x (6 D + 12 S) + kernels x start).
 
@@ -21,15 +22,17 @@ totals. S are the numbers that a microbatch holds beyond a core's share of the c
 
 | | CPU | others |
 |---|---|---|
-| `move`: one number | 16 | 64: 16 operations a byte |
-| `start`: one kernel | 1e5 | 1e8: 2 us at 50e12 operations a second |
+| `move`: four bytes | 16 | the products in that time: an H100 80, in 16 bits 1,181 |
+| `start`: one kernel | 1e5 | likewise, in 2 us, or 0.5 us of a TPU |
+| kernels for a leaf | 10 | 23 if factored, 9 if formed |
+| passes of ghost over N, M, kernels | 1 | 2 |
 | one example at once | 1.25 times the operations | no more |
 | cache | 12 MiB | none |
 | memory for a microbatch | 256 MiB, or two examples | 0.4 of the device's |
 
 The figures of the CPU are measured on two cores with 1 MiB of second-level cache each, for MLPs of
-1 to 100 million parameters and the models of `tests.benchmarks`. Those of others are data sheets';
-nothing of them was measured.
+1 to 100 million parameters and the models of `tests.benchmarks`. Those of others are data sheets'
+(`chips.toml`), kernels are counted in compiled programs; nothing of them was measured.
 """
 
 import functools
@@ -127,7 +130,8 @@ class LeafCost(NamedTuple):
     @property
     def moved(self) -> float:
         """Numbers moved for one example, besides those that an ordinary gradient moves."""
-        return self.bytes / 4 * {"factored": _MET, "formed": _OF_MANY, "unused": 0}[self.way]
+        of_formed = _OF_MANY if is_cpu() else _OF_FORMED
+        return self.bytes / 4 * {"factored": _MET, "formed": of_formed, "unused": 0}[self.way]
 
 
 def leaf_costs(
@@ -317,8 +321,7 @@ def choose(
         possible = _sizes(_fitting(held, batch.slots, memory), batch.slots)
         best = min(possible, key=work, default=batch.slots)
         size = best if best < batch.slots else None
-    at_once = min(size or batch.slots, batch.slots)
-    return found._replace(microbatch_size=size, work=work(at_once))
+    return found._replace(microbatch_size=size, work=work(size or batch.slots))
 
 
 def _work(
