@@ -248,7 +248,7 @@ _BLOCK, _BLOCK_OF_PARTS, _MOST_BLOCKS = 64, 2048, 32
 """Smaller blocks make for smaller bounds, and more of them for slower products: on two cores blocks
 of 64 take up to twice the time of a single product, for bounds that are tighter by a few 1e-5.
 Tensor cores would wait for memory: T^2 numbers are read and written for T^2 block products. Blocks
-of 512 took 1.4 times the memory traffic of the whole gradient of a GPT of 1B parameters."""
+of 512 moved 0.8 times the bytes of the whole ordinary gradient of a GPT of 1B parameters."""
 
 _AT_ONCE = 2**19
 """Of more entries than these (2 MiB in float32) blocks are added in a loop: otherwise the compiler

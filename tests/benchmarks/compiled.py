@@ -18,7 +18,8 @@ example a device, with noise and without.
 `--matrix 0 288` compiles small models under every preset but float64, by three methods, fully
 sharded on Auto or Explicit axes, and reads what must be 0: callbacks, conditionals and loops of
 unknown length, arrays of float64. The first 48 of the 288 programs have every preset with every
-model on both devices.
+model on both devices, every method with every preset, model and device, and both kinds of axes with
+each of these and every method.
 
 With `--log FOLDER` programs are kept in a folder, and what it has is not compiled again. Needs the
 extra `compilers`, and `JAX_PLATFORMS=cpu`.
@@ -314,7 +315,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         for size in options.large:
             lines = (large_lines(size, on, options) for on in options.on)
             rows = list(_printed(itertools.chain.from_iterable(lines)))
-            yield Table(f"GPT of {size} parameters, fully sharded", rows)
+            if rows:
+                yield Table(f"GPT of {size} parameters, fully sharded", rows)
         return
     for row in options.rows:
         made = ROWS[row](**(tiny(ROWS[row]) | {"batch": 16} if options.tiny else {}))
