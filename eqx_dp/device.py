@@ -1,7 +1,7 @@
 """The devices that a program is made for: their platform and their memory."""
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import jax
@@ -15,10 +15,8 @@ def made_for(rules: Any) -> AbstractContextManager[Any]:
 
     They need not be here. Without rules nothing changes.
     """
-    if rules is None:
-        return nullcontext()
-    device = rules.mesh.devices.flat[0]
-    return _made_for(f"{device.platform}:{device.device_kind}")
+    device = None if rules is None else rules.mesh.devices.flat[0]
+    return _made_for(f"{device.platform}:{device.device_kind}") if device else nullcontext()
 
 
 def platform() -> str:
@@ -44,10 +42,8 @@ def is_cpu() -> bool:
 
 def device_memory() -> int | None:
     """Bytes of memory of the device (of the host, if it is the device); None if unknown."""
-    try:
+    # Not known, or no such device here.
+    with suppress(AttributeError, ValueError, OSError, RuntimeError):
         if is_cpu():
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        stats = jax.local_devices(backend=platform())[0].memory_stats()
-    except (AttributeError, ValueError, OSError, RuntimeError):  # not known, or no such device here
-        return None
-    return (stats or {}).get("bytes_limit")
+        return (jax.local_devices(backend=platform())[0].memory_stats() or {}).get("bytes_limit")
