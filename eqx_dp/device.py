@@ -1,7 +1,7 @@
 """The devices that a program is made for: their platform and their memory."""
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ def made_for(rules: Any) -> AbstractContextManager[Any]:
 
     They need not be here. Without rules nothing changes.
     """
-    return nullcontext() if rules is None else _made_for(rules.mesh.devices.flat[0].platform)
+    device = None if rules is None else rules.mesh.devices.flat[0]
+    return _made_for(f"{device.platform}:{device.device_kind}") if device else nullcontext()
 
 
 def platform() -> str:
@@ -25,7 +26,13 @@ def platform() -> str:
     mesh of GPUs elsewhere.
     """
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return _made_for.value or getattr(default, "platform", default) or jax.default_backend()
+    name = _made_for.value or getattr(default, "platform", default) or jax.default_backend()
+    return name.partition(":")[0]
+
+
+def device_kind() -> str:
+    """What JAX calls such a device, with the platform in front or without."""
+    return _made_for.value or jax.local_devices(backend=platform())[0].device_kind
 
 
 def is_cpu() -> bool:
@@ -35,10 +42,8 @@ def is_cpu() -> bool:
 
 def device_memory() -> int | None:
     """Bytes of memory of the device (of the host, if it is the device); None if unknown."""
-    try:
+    # Not known, or no such device here.
+    with suppress(AttributeError, ValueError, OSError, RuntimeError):
         if is_cpu():
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        stats = jax.local_devices(backend=platform())[0].memory_stats()
-    except (AttributeError, ValueError, OSError, RuntimeError):  # not known, or no such device here
-        return None
-    return (stats or {}).get("bytes_limit")
+        return (jax.local_devices(backend=platform())[0].memory_stats() or {}).get("bytes_limit")

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from chips import Chip
 
-_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 _CALLED = re.compile(r"(?:calls|body|to_apply|branch_computations)=\{?((?:%[\w.-]+(?:, )?)+)")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"}
-_SLICES = {"dynamic-slice", "gather", "dynamic-update-slice"}
+_SLICES = {"slice", "dynamic-slice", "gather", "dynamic-update-slice"}
 _LINKS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -21,8 +21,8 @@ class Costs(NamedTuple):
 
     Attributes:
         flops: of contractions and convolutions, by the bits of their operands.
-        moved: bytes that kernels read and write.
-        linked: bytes that go between devices.
+        moved: bytes of the large memory that kernels read and write.
+        linked: bytes that come from other devices; for a sum of which all get all, twice its size.
         kernels: how many start.
         waits: conditionals, and turns of loops of unknown length: a GPU's host waits for a flag.
         callbacks: to the host.
@@ -82,13 +82,12 @@ def costs_of(text: str, turns: int = 1) -> Costs:
     shapes = {each.name: each.result for block in blocks.values() for each in block}
     flops, sums = Counter[int](), dict.fromkeys(Costs._fields, 0.0)
 
-    def visit(name: str, times: int, is_kernel: bool) -> None:
+    def visit(name: str, times: int, is_kernel: bool, links: bool) -> None:
         for each in blocks.get(name, ()):
             operation, inputs = each.operation, [shapes.get(x, "") for x in each.operands]
             flops.update({bits: times * n for bits, n in _flops(each, inputs)})
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', each.rest)
-            length = (int(trips[1]) if trips else turns) if operation == "while" else 1
-            is_unknown = operation == "while" and trips is None
+            trips = _trips(each, blocks) if operation == "while" else 1
+            length, is_unknown = trips or turns, trips is None
             sums["waits"] += times * (operation == "conditional" or length * is_unknown)
             sums["callbacks"] += times * ("callback" in each.rest.partition("metadata=")[0])
             called = re.findall(r"%([\w.-]+)", " ".join(_CALLED.findall(each.rest)))
@@ -96,21 +95,39 @@ def costs_of(text: str, turns: int = 1) -> Costs:
                 inside = blocks.get(called[0], []) if operation == "fusion" and called else [each]
                 sums["moved"] += times * _moved(each, inside, shapes)
                 sums["kernels"] += times
-                sums["linked"] += times * _bytes(each.result) * operation.startswith(_LINKS)
+            if links and operation.startswith(_LINKS) and not operation.endswith("-done"):
+                is_whole = operation.startswith("all-reduce") and "all-reduce-scatter" not in name
+                sums["linked"] += times * _linked(each, inputs) * (2 if is_whole else 1)
+            # A TPU's compiler writes a collective again where it is waited for, and in what runs
+            # beside it.
+            is_first = not re.search(
+                "async.collective.(done|fusion)", " ".join([each.name, *called])
+            )
+            is_inside = is_kernel or operation not in ("while", "conditional", "call")
             for its in called:
-                visit(
-                    its,
-                    times * length,
-                    is_kernel or operation not in ("while", "conditional", "call"),
-                )
+                visit(its, times * length, is_inside, links and is_first)
 
-    visit(entry, 1, False)
+    visit(entry, 1, False, True)
     return Costs(flops, *(sums[name] for name in Costs._fields[1:]))
+
+
+def _trips(loop: _Instruction, blocks: dict[str, list[_Instruction]]) -> int | None:
+    """The turns of a loop, as a GPU's compiler says, or by its condition; None if data says."""
+    if told := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+        return int(told[1])
+    named = re.search(r"condition=%([\w.-]+)", loop.rest)
+    condition = {each.name: each for each in blocks.get(named[1], [])} if named else {}
+    for each in condition.values():
+        if each.operation == "compare" and "direction=LT" in each.rest:
+            limit = condition.get(each.operands[1])
+            if limit is not None and limit.operation == "constant":
+                return int(limit.rest.partition(")")[0])
+    return None
 
 
 def _sizes(shape: str) -> Iterator[tuple[int, list[int]]]:
     """The bits and the lengths of an array, or of each in a tuple."""
-    for dtype, lengths in _SHAPE.findall(shape):
+    for dtype, lengths, _ in _SHAPE.findall(shape):
         digits = re.search(r"\d+", dtype)
         yield int(digits[0]) if digits else 8, [int(n) for n in lengths.split(",") if n]
 
@@ -119,13 +136,36 @@ def _bytes(shape: str) -> float:
     return sum(bits / 8 * math.prod(lengths) for bits, lengths in _sizes(shape))
 
 
+def _outside(shape: str) -> float:
+    """Bytes in the large memory: a TPU has arrays in spaces of its own, S(1) and others."""
+    return _bytes(_SHAPE.sub(lambda x: "" if "S(" in (x[3] or "") else x[0], shape))
+
+
+def _linked(collective: _Instruction, inputs: list[str]) -> float:
+    """Bytes of what is collected, whichever side of the equation has it whole."""
+    given, result = sum(map(_bytes, inputs)), _bytes(collective.result)
+    has_both = collective.operation.endswith("-start") and result > given
+    return max(given, result - given if has_both else result)
+
+
 def _moved(kernel: _Instruction, inside: list[_Instruction], shapes: dict[str, str]) -> float:
-    """Bytes that a kernel reads and writes: of arrays that it only cuts slices from, the slices."""
-    moved = _bytes(kernel.result)
+    """Bytes that a kernel reads and writes: of arrays that it only cuts slices from, the slices.
+
+    An array that is both operands, as of a Gram product, is read once.
+    """
+    moved = _outside(kernel.result)
+    if kernel.operation == "copy-start":  # the result has both sides
+        return moved
     for i, operand in enumerate(kernel.operands):
-        own = [x.name for x in inside if x.operation == "parameter" and x.rest.startswith(f"{i})")]
-        users = [x for x in inside if {*x.operands} & {*own}]
-        whole = _bytes(shapes.get(operand, ""))
+        if operand in kernel.operands[:i]:
+            continue
+        own = {x.name for x in inside if x.operation == "parameter" and x.rest.startswith(f"{i})")}
+        own |= {operand} if inside == [kernel] else set()
+        for x in inside:  # in the order in which they are computed
+            if x.operation == "bitcast" and own.intersection(x.operands):
+                own.add(x.name)
+        users = [x for x in inside if x.name not in own and own.intersection(x.operands)]
+        whole = _outside(shapes.get(operand, ""))
         if not users or any(x.operation not in _SLICES for x in users):
             moved += whole
         elif any(x.operation == "dynamic-update-slice" for x in users):  # in place

@@ -152,7 +152,7 @@ def filter_clipped_grad(
             passes; no cotangent is kept), `"per_example"` (per-example gradients side by side), or
             `"auto"`. By each of them, some leaves have per-example gradients in a microbatch;
             `explain` says which. `"auto"` takes book-keeping, or `"ghost"` if one example would
-            hold too much memory.
+            hold too much memory; on GPUs and TPUs the method of least time by their data sheets.
         augmentations: how many times K the loss is called for each example, with K different keys.
             The loss of the example is the mean of the K, so that K augmentations cost one clip (De
             et al., "Unlocking High-Accuracy Differentially Private Image Classification through

@@ -8,9 +8,10 @@ because its norm comes from inner products of all pairs of vectors, while a form
 written, read for its norm and read for the sum. Measured on two CPU cores. Ghost forms only leaves
 whose gradient takes no more memory than the vectors that the backward pass holds anyway.
 
-`auto` is a formula of shapes, platform, memory and the sampling probability, never of data. It
-takes book-keeping, or ghost if one example would need too much memory. Where no microbatch size is
-given, any method takes the one of least expected work of those that fit in memory,
+`auto` is a formula of shapes, device, memory and the sampling probability, never of data. On CPUs
+it takes book-keeping, or ghost if one example would need too much memory; on GPUs and TPUs the
+method of least expected work of those by which one example fits. Where no microbatch size is given,
+any method takes the one of least expected work of those that fit in memory,
 
     work = examples x (3 F + N + move x M) + microbatches x (move x (6 D + 12 S) + kernels x start).
 
@@ -21,27 +22,33 @@ totals. S are the numbers that a microbatch holds beyond a core's share of the c
 
 | | CPU | others |
 |---|---|---|
-| `move`: one number | 16 | 64: 16 operations a byte |
-| `start`: one kernel | 1e5 | 1e8: 2 us at 50e12 operations a second |
+| `move`: four bytes | 16 | the products in that time: an H100 80, in 16 bits 1,181 |
+| `start`: one kernel | 1e5 | likewise, in 2 us, or 0.5 us of a TPU |
+| kernels for a leaf | 10 | 23 if factored, 9 if formed |
+| passes of ghost over N, M, kernels | 1 | 2 |
 | one example at once | 1.25 times the operations | no more |
 | cache | 12 MiB | none |
 | memory for a microbatch | 256 MiB, or two examples | 0.4 of the device's |
 
 The figures of the CPU are measured on two cores with 1 MiB of second-level cache each, for MLPs of
-1 to 100 million parameters and the models of `tests.benchmarks`. Those of others are data sheets';
-nothing of them was measured.
+1 to 100 million parameters and the models of `tests.benchmarks`. Those of others are data sheets'
+(`chips.toml`), kernels are counted in compiled programs; nothing of them was measured.
 """
 
 import functools
 import math
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..device import device_memory, is_cpu
+import numpy as np
+
+from ..device import device_kind, device_memory, is_cpu, platform
 from ..privacy import SampleSize
-from .arguments import Configuration
+from .arguments import METHODS, Configuration
 from .blocks import BLOCK
-from .uses import Member, ParamUse, Uses, overlaps
+from .uses import Member, ParamUse, Uses, overlaps, parts_of_uses
 
 Way: TypeAlias = Literal["factored", "formed", "unused"]
 
@@ -52,9 +59,48 @@ _OF_FORMED, _OF_MANY, _OF_CACHED, _MET = 6, 12, 3, 11
 _CACHE = 2**15
 
 
-def move() -> int:
-    """The cost of moving one number to or from memory, in floating-point operations."""
-    return 16 if is_cpu() else 64
+class Chip(NamedTuple):
+    """Peaks of one accelerator by its data sheet, without sparsity.
+
+    Attributes:
+        flops_16: of products of 16 bits, in FLOP/s.
+        flops_8: of products of float8; those of 16 bits where there are none.
+        flops_32: of products of float32 at the highest precision: on a TPU six passes of bfloat16.
+        memory: bytes.
+        bandwidth: of memory, bytes/s.
+        links: between devices, bytes/s one way.
+        start: of a kernel, seconds.
+        wait: of the host for a flag on the device, seconds.
+    """
+
+    flops_16: float
+    flops_8: float
+    flops_32: float
+    memory: float
+    bandwidth: float
+    links: float
+    start: float
+    wait: float
+
+
+_SHEETS = Path(__file__).with_name("chips.toml").read_text(encoding="utf-8")
+CHIPS = {name: Chip(**its) for name, its in tomllib.loads(_SHEETS).items()}
+"""Data sheets, by a part of JAX's `device_kind`; `chips.toml` names their sources."""
+
+
+def chip() -> Chip:
+    """The accelerator that programs are made for; another of its platform if it is not known."""
+    known = (its for name, its in CHIPS.items() if name in device_kind())
+    return next(known, CHIPS["TPU v5 lite" if platform() == "tpu" else "A100"])
+
+
+def move(is_narrow: bool = False) -> float:
+    """The cost of moving four bytes to or from memory, in floating-point operations of products."""
+    return 16 if is_cpu() else 4 / chip().bandwidth * _peak(is_narrow)
+
+
+def _peak(is_narrow: bool) -> float:
+    return chip().flops_16 if is_narrow else chip().flops_32
 
 
 class LeafCost(NamedTuple):
@@ -84,7 +130,8 @@ class LeafCost(NamedTuple):
     @property
     def moved(self) -> float:
         """Numbers moved for one example, besides those that an ordinary gradient moves."""
-        return self.bytes / 4 * {"factored": _MET, "formed": _OF_MANY, "unused": 0}[self.way]
+        of_formed = _OF_MANY if is_cpu() else _OF_FORMED
+        return self.bytes / 4 * {"factored": _MET, "formed": of_formed, "unused": 0}[self.way]
 
 
 def leaf_costs(
@@ -128,10 +175,11 @@ def _leaf_cost(of_all: Uses, leaf: int, size: int, is_spread: bool, method: str)
     if inner == 0:
         return factored._replace(reason=f"{count}: |x| |g| is the norm")
     entries = sum(math.prod(uses[members[0].use].matrices) for members in sets)
-    if 4 * entries <= _CACHE:
+    if is_cpu() and 4 * entries <= _CACHE:
         is_cheaper = inner <= move() * _OF_CACHED * entries
     else:
-        is_cheaper = inner + move() * _MET * held / 4 <= move() * _OF_FORMED * entries
+        moving = move(parts_of_uses(uses, np.dtype(np.float32)) > 0)
+        is_cheaper = inner + moving * factored.moved <= moving * _OF_FORMED * entries
     if is_cheaper:
         reason = f"{count}: their inner products are cheaper than {entries:,} entries"
         return factored._replace(reason=reason)
@@ -177,8 +225,9 @@ _ALONE = 1.25
 _MEMORY_SHARE = 0.4
 # Numbers moved for an entry and a microbatch. Measured on two CPU cores: 3 (CNN) to 8 (MLP).
 _MOVED_BY_A_PASS = 6
-# Kernels for a leaf: forward, backward, norm, sum.
-_KERNELS = 10
+# Kernels for a leaf: forward, backward, norm, sum. On accelerators, read from compiled programs.
+_KERNELS_ON_CPU = 10
+_KERNELS = {"factored": 23, "formed": 9, "unused": 0}
 # XLA divides work between cores by the leading axis: odd sizes leave some of them idle.
 _ALIGNED = 8
 
@@ -215,6 +264,7 @@ class Choice(NamedTuple):
         reason: why.
         held: bytes that are held for an example until its clip factor is known, by estimate.
         batch: the batch of a device.
+        work: the expected work, in floating-point operations.
     """
 
     method: str
@@ -222,6 +272,7 @@ class Choice(NamedTuple):
     reason: str
     held: int
     batch: DeviceBatch
+    work: float
 
 
 def choose(
@@ -231,6 +282,7 @@ def choose(
     activations: int,
     batch: DeviceBatch,
     options: Configuration,
+    is_narrow: bool,
 ) -> Choice:
     """The method and the microbatch, from the options and the memory that each method needs.
 
@@ -241,30 +293,39 @@ def choose(
         activations: bytes that its forward pass leaves for its backward pass.
         batch: the batch of a device.
         options: the method, and how many examples at once on a device; None to choose it.
+        is_narrow: whether products are in 16 bits.
     """
-    is_auto, memory = options.method == "auto", device_memory()
+    is_auto = options.method == "auto"
+    memory = device_memory() or (math.inf if is_cpu() else chip().memory)
+    if is_auto and not is_cpu():
+        given = costs, sizes, flops, activations, batch
+        ways = [choose(*given, options._replace(method=way), is_narrow) for way in METHODS]
+        fitting = [its for its in ways if its.held <= _MEMORY_SHARE * memory]
+        best = min(fitting or ways, key=lambda its: its.work if fitting else its.held)
+        return best._replace(reason=f"the least time by the data sheet of {device_kind()}")
     chosen = "book_keeping" if is_auto else options.method
     held = max(1, activations, sum(cost.bytes for cost in costs[chosen]))
     reason = "as asked for"
     if is_auto:
         reason = f"{held / 2**20:.2f} MiB are held for an example, activations among them"
-        if memory is not None and held > _MEMORY_SHARE * memory:
+        if held > _MEMORY_SHARE * memory:
             share = f"{held / 2**20:.0f} MiB an example, of {memory / 2**20:.0f}"
             chosen, reason = "ghost", f"{share}, is too much to hold"
     if chosen == "ghost":
         formed = sum(cost.bytes for cost in costs[chosen] if cost.way == "formed")
         flops, held = 4 / 3 * flops, max(1, activations, formed)
+    found = Choice(chosen, None, reason, held, batch, 0)
+    work = functools.partial(_work, costs[chosen], sizes, flops, found, is_narrow)
     size = options.microbatch_size
     if size is None:
         possible = _sizes(_fitting(held, batch.slots, memory), batch.slots)
-        work = functools.partial(_work, costs[chosen], sizes, flops, held, batch)
         best = min(possible, key=work, default=batch.slots)
         size = best if best < batch.slots else None
-    return Choice(chosen, size, reason, held, batch)
+    return found._replace(microbatch_size=size, work=work(size or batch.slots))
 
 
 def _work(
-    costs: list[LeafCost], sizes: list[int], flops: float, held: int, batch: DeviceBatch, size: int
+    costs: list[LeafCost], sizes: list[int], flops: float, way: Choice, is_narrow: bool, size: int
 ) -> float:
     """The expected work with a microbatch size: whole microbatches, as many as needed.
 
@@ -272,20 +333,24 @@ def _work(
         costs: of every leaf, by the method.
         sizes: entries of every leaf.
         flops: of all contractions.
-        held: bytes that are held for an example until its clip factor is known.
-        batch: the batch of a device.
+        way: the method, what it holds, and the batch.
+        is_narrow: whether products are in 16 bits.
         size: of a microbatch.
     """
-    of_one = float(flops + sum(cost.norm_flops for cost in costs))
-    of_one += move() * sum(cost.moved for cost in costs)
+    passes = 2 if way.method == "ghost" and not is_cpu() else 1
+    of_one = float(flops + passes * sum(cost.norm_flops for cost in costs))
+    of_one += passes * move(is_narrow) * sum(cost.moved for cost in costs)
     of_one *= _ALONE if size == 1 and is_cpu() else 1
     leaves = zip(costs, sizes, strict=True)
     used = [entries for cost, entries in leaves if cost.way != "unused"]
-    starting = _KERNELS * len(used) * (1e5 if is_cpu() else 1e8)
-    spilled = max(0, size * held - _CACHED) / 4 if is_cpu() else 0
+    kernels = passes * sum(_KERNELS[cost.way] for cost in costs)
+    starting = _KERNELS_ON_CPU * len(used) * 1e5
+    if not is_cpu():
+        starting = kernels * chip().start * _peak(is_narrow)
+    spilled = max(0, size * way.held - _CACHED) / 4 if is_cpu() else 0
     moved = _MOVED_BY_A_PASS * sum(used) + _MOVED_BY_SPILLING * spilled
-    of_pass = size * of_one + move() * moved + starting
-    return of_pass * batch.microbatches(size)
+    of_pass = size * of_one + move(is_narrow) * moved + starting
+    return of_pass * way.batch.microbatches(size)
 
 
 def _sizes(most: int, slots: int) -> Iterator[int]:
@@ -298,9 +363,9 @@ def _sizes(most: int, slots: int) -> Iterator[int]:
         yield most
 
 
-def _fitting(held: int, slots: int, memory: int | None) -> int:
+def _fitting(held: int, slots: int, memory: float) -> int:
     """The largest microbatch that fits in memory."""
-    available = held * slots if memory is None else int(_MEMORY_SHARE * memory)
+    available = min(_MEMORY_SHARE * memory, held * slots)
     if is_cpu():
         available = min(available, max(_MOST_ON_CPU, 2 * held))
-    return min(slots, max(1, available // held))
+    return min(slots, max(1, int(available // held)))

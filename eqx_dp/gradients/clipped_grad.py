@@ -264,7 +264,8 @@ class ClippedGrad(eqx.Module, Generic[_Model, _Result, _Example]):
         of_device = DeviceBatch(num_examples // num_shards, sampling and sampling.of(num_examples))
         ways = {method: costs for method, (_, costs) in by_method.items()}
         flops = 3.0 * matmul_flops(jaxpr)
-        choice = choose(ways, sizes, flops, activations, of_device, configuration)
+        is_narrow = all(leaf.dtype.itemsize <= 2 for leaf in leaves)
+        choice = choose(ways, sizes, flops, activations, of_device, configuration, is_narrow)
         uses, costs = by_method[choice.method]
         added = num_examples, sum(sizes), sum(use.terms for use in uses.at.values())
         bound, divisor = clipping.l2_norm_bound, configuration.normalize_by

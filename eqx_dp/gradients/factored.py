@@ -172,8 +172,8 @@ def _factored(form: LeafForm, members: Sequence[Member], pairs: list[Pair]) -> t
         norm, bound, x, scale = one_term(first.x, first.g, parts)
         terms, powers = [first._replace(x=x)], (scale,)
     else:
-        terms, exponent = to_common_scale(terms)
-        norm, bound = gram_norms(terms, parts)
+        terms, exponent = to_common_scale(terms, parts)
+        norm, bound = gram_norms(terms, parts, form.dtype)
         tiny = jnp.finfo(form.dtype).tiny
         powers = halves(exponent, form.dtype)
         norm, scaled_back = (functools.reduce(jnp.multiply, powers, x) for x in (norm, bound))

@@ -198,18 +198,20 @@ def in_parts(x: Float[Array, "*n"], parts: int) -> list[Array]:
 
     A compiler may leave out a cast to bfloat16 and back, but not `reduce_precision`.
     """
+    if x.dtype == jnp.bfloat16:
+        return [x]
     part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     others = in_parts(x - part, parts - 1) if parts > 1 else []
     return [part.astype(jnp.bfloat16), *others]
 
 
 def contracted(pattern: str, x: Array, y: Array, parts: tuple[int, int]) -> Float[Array, "..."]:
-    """An einsum of float32 or float64 arrays: at `PRECISION`, or of their bfloat16 parts."""
+    """An einsum of float32 or float64 arrays: at `PRECISION`, or of bfloat16 parts, in float32."""
     if 0 in parts:
         return jnp.einsum(pattern, x, y, precision=PRECISION)
     with in_narrow_product():
         pairs = itertools.product(in_parts(x, parts[0]), in_parts(y, parts[1]))
-        terms = [jnp.einsum(pattern, *pair, preferred_element_type=x.dtype) for pair in pairs]
+        terms = [jnp.einsum(pattern, *pair, preferred_element_type=jnp.float32) for pair in pairs]
     return functools.reduce(jnp.add, reversed(terms))  # small ones first
 
 

@@ -10,6 +10,7 @@ import jax
 import optax
 
 from .. import expected
+from ..device import is_cpu, made_for
 from ..expected import whole_number
 from ..gradients import ClippedGrad, MethodName, checked_grad_fn
 from ..privacy import gaussian_privatizer
@@ -39,7 +40,8 @@ class DeviceBytes(NamedTuple):
         batch: the examples and the mask.
         per_example: what the engine holds for the examples of one microbatch, by the estimate of
             its choice of a method.
-        noise: that of the largest leaf.
+        noise: that of the largest leaf on a CPU. GPUs and TPUs make it where it is added, but for
+            some leaves that are spread on Explicit axes, which `compiled` shows.
     """
 
     parameters: int
@@ -248,8 +250,14 @@ def _device_bytes(step: PlannedStep) -> DeviceBytes:
         of_optimizer,
         of_batch,
         call.choice.held * call.at_once,
-        max(_local(x, step.policy and step.policy.noise_dtype) for x in step.accumulators),
+        _noise_bytes(step),
     )
+
+
+def _noise_bytes(step: PlannedStep) -> int:
+    with made_for(step.rules):
+        dtype = step.policy and step.policy.noise_dtype
+        return max(_local(x, dtype) for x in step.accumulators) if is_cpu() else 0
 
 
 def _at_a_time(wholes: list[int], slices: list[int | None]) -> int:

@@ -6,22 +6,31 @@ which needs one) or a TPU. Read from the optimized program: temporary memory of 
 of FLOPs of contractions and convolutions whose operands have 16 or 8 bits, conditionals and loops
 of unknown length (the host of a GPU waits at each), callbacks, and the seconds that the data sheet
 allows (`examples/roofline.py`): products overlap memory, starts of kernels and waits come on top,
-without CUDA graphs. `compile` is this machine's time. Noise is compiled by itself: temporary memory
-for an entry of one leaf. A peer's microbatch of 1 example gives only one device of a mesh an
-example: on 8 devices compare the row of 8.
+without CUDA graphs. `compile` is this machine's time of all cores. Noise is compiled by itself:
+temporary memory for an entry of one leaf. A peer's microbatch of 1 example gives only one device of
+a mesh an example: on 8 devices compare the row of 8.
+
+`--large 300M 1B` compiles the GPT of `examples/plan_gpt.py`: layers stacked, under scan and remat,
+all matrices spread over all devices, eight examples a device at once. Who knows no sharding rules
+runs in a `shard_map`, as in the part `large_gpt`. Steps are those of ghost with Adam, on one
+example a device, with noise and without.
 
 `--matrix 0 288` compiles small models under every preset but float64, by three methods, fully
 sharded on Auto or Explicit axes, and reads what must be 0: callbacks, conditionals and loops of
 unknown length, arrays of float64. The first 48 of the 288 programs have every preset with every
-model on both devices.
+model on both devices, every method with every preset, model and device, and both kinds of axes with
+each of these and every method.
 
-Needs the extra `compilers`, and `JAX_PLATFORMS=cpu`.
+With `--log FOLDER` programs are kept in a folder, and what it has is not compiled again. Needs the
+extra `compilers`, and `JAX_PLATFORMS=cpu`.
 """
 
 import argparse
 import functools
+import gzip
 import importlib
 import itertools
+import json
 import math
 import sys
 import time
@@ -33,11 +42,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
+from eqx_dp.planning.step import planned_step
 
+from . import large_gpt
 from .command import Part
 from .contenders import CLIP_NORM, JAX_PRIVACY, NON_PRIVATE, non_private, of_jax_privacy
 from .page import MIB, Table
@@ -46,6 +58,7 @@ from .rows import ROWS, Row, cnn, gpt, gpt_stacked, mlp, tiny
 ON = ("h100:1", "h100:8", "tpu:v5e:4x4")
 OURS = ("ghost", "book_keeping", "per_example")
 CONTENDERS = (NON_PRIVATE, *OURS, f"{JAX_PRIVACY} 1", f"{JAX_PRIVACY} 8")
+STEPS = ("step without noise", "step")
 LEAVES = ((1_000_000,), (10_000, 10_000), (65_536, 20_000), (70_000, 70_000))
 MATRIX_ON = ("h100:2", "tpu:v5e:2x2")
 POLICIES = tuple(name for name in dp.available_policies() if name != "float64")
@@ -70,7 +83,7 @@ def example(name: str) -> Any:
 class Compiled(NamedTuple):
     """A program, the bytes that it needs beside its arguments, and how long its compiler took.
 
-    `turns` are those of each loop whose length follows from the data.
+    `turns` are those of each loop whose length follows from the data; seconds are of the CPU.
     """
 
     text: str
@@ -81,6 +94,22 @@ class Compiled(NamedTuple):
     @property
     def costs(self) -> Any:
         return example("roofline").costs_of(self.text, self.turns)
+
+
+def recorded(log: Path | None, key: str, make: Callable[[], Compiled]) -> Compiled | str:
+    """A program, or what its failure said: from the folder if that has it."""
+    path = log and log / f"{key.replace(' ', '_')}.json.gz"
+    if path and path.exists():
+        found = json.loads(gzip.decompress(path.read_bytes()))
+        return found if isinstance(found, str) else Compiled(*found)
+    try:
+        found = make()
+    except Exception as error:  # is in the table
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(json.dumps(found).encode()))
+    return found
 
 
 def mesh_of(name: str, axis_type: AxisType = AxisType.Auto) -> Mesh:
@@ -107,9 +136,13 @@ def spread_over(mesh: Mesh, params: Any) -> list[tuple[str, P]]:
 
 def compiled(function: Callable[..., Any], *args: Any) -> Compiled:
     jax.clear_caches()
-    lowered, start = jax.jit(function).trace(*args).lower(), time.perf_counter()
+    return of_lowered(jax.jit(function).trace(*args).lower())
+
+
+def of_lowered(lowered: Any) -> Compiled:
+    start = time.process_time()
     program = lowered.compile()
-    taken = time.perf_counter() - start
+    taken = time.process_time() - start
     return Compiled(program.as_text(), program.memory_analysis().temp_size_in_bytes, taken)
 
 
@@ -155,6 +188,34 @@ def _narrow(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def large(size: str, on: str, name: str) -> Compiled:
+    """The gradient of a large GPT by one contender, fully sharded, or the step around it."""
+    jax.clear_caches()
+    plan_gpt, devices = example("plan_gpt"), example("chips").devices_of(on)
+    sizes = large_gpt.TINY if size == "tiny" else plan_gpt.SIZES[size]._asdict()
+    sizes, batch = plan_gpt.Sizes(**sizes), 1 if name in STEPS else 8
+    task = plan_gpt.make_task(sizes, batch, plan_gpt.Mesh(len(devices)), devices)
+    if name in STEPS:
+        optimizer = plan_gpt.optimizer_of(task) if name == "step" else optax.adam(1e-3)
+        clipped = plan_gpt.clipped_grad(task)._variant(method="ghost", microbatch_size=1)
+        step = planned_step(clipped, task.model, task.batch, optimizer, None)
+        with jax.set_mesh(task.rules.mesh):
+            return of_lowered(jax.jit(step.run, donate_argnums=(0, 1)).lower(*step.arguments))
+    peer = NON_PRIVATE if name in OURS else name.partition(" ")[0]
+    microbatch = 1 if name.endswith("1") else 8
+    gradient, params, batch = large_gpt.peer_gradient(task, peer, microbatch)
+    if name in OURS:
+        static = eqx.partition(task.model, plan_gpt.is_shape)[1]
+        clipped = plan_gpt.clipped_grad(task)._variant(method=name, microbatch_size=8)
+
+        def gradient(params: Any, *batch: Any) -> Any:
+            return clipped(eqx.combine(params, static), *batch)
+
+    with jax.set_mesh(task.rules.mesh):
+        lowered = jax.jit(gradient).lower(params, *batch)
+    return of_lowered(lowered)._replace(turns=8 // microbatch)
+
+
 def noise(shape: tuple[int, ...], mesh: Mesh) -> Compiled:
     """Noise on one leaf that every device holds."""
     stream = dp.noise_stream(2**127)
@@ -163,7 +224,7 @@ def noise(shape: tuple[int, ...], mesh: Mesh) -> Compiled:
     return compiled(lambda x, stream: dp.add_noise(x, stream, 1.0), *both)
 
 
-def matrix(first: int, end: int) -> Iterator[dict[str, str]]:
+def matrix(first: int, end: int, log: Path | None) -> Iterator[dict[str, str]]:
     """Programs of the matrix, by their numbers."""
     columns = ("waits", "float64", "in 16 or 8 bits", "compile, s")
     cells = itertools.product(range(6), enumerate(POLICIES), enumerate(SMALL), enumerate(MATRIX_ON))
@@ -171,12 +232,13 @@ def matrix(first: int, end: int) -> Iterator[dict[str, str]]:
         method = OURS[(p + m + d + turn) % 3]
         axes = (AxisType.Auto, AxisType.Explicit)[(p + m + turn) % 2]
         its = {"model": model, "policy": policy, "on": on, "method": method, "axes": axes.name}
-        row, mesh = SMALL[model](), mesh_of(on, axes)
-        try:
-            found = gradient(method, row, mesh, policy, is_spread=True)
-        except Exception as error:  # is in the row
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            yield its | {"callbacks": said} | dict.fromkeys(columns, "-")
+
+        def make(on=on, axes=axes, model=model, method=method, policy=policy) -> Compiled:
+            return gradient(method, SMALL[model](), mesh_of(on, axes), policy, is_spread=True)
+
+        found = recorded(log, " ".join(("matrix", *its.values())), make)
+        if isinstance(found, str):
+            yield its | {"callbacks": found} | dict.fromkeys(columns, "-")
             continue
         costs = found.costs
         cells_of_row = (
@@ -215,37 +277,50 @@ def _ratio(size: int, other: int) -> str:
     return f"{size / other:.2f}" if other > MIB else "-"
 
 
+def large_lines(size: str, on: str, options: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Gradients and steps of a large GPT, by who is asked for."""
+    contenders = options.contenders or (*CONTENDERS, *STEPS)
+    ordinary = None
+    for name in contenders:
+        found = recorded(
+            options.log, f"{size} {on} {name}", functools.partial(large, size, on, name)
+        )
+        if isinstance(found, str):
+            print(size, on, name, found, flush=True)
+            continue
+        ordinary = found if name in (NON_PRIVATE, STEPS[0]) or ordinary is None else ordinary
+        yield line(name, found, ordinary, on)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Which rows, and for which devices."""
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=["mlp", "gpt"], help="models")
+    parser.add_argument("--rows", nargs="*", choices=ROWS, default=["mlp", "gpt"], help="models")
     parser.add_argument("--on", nargs="+", default=ON, help="h100:8, tpu:v5e:4x4 and the like")
+    parser.add_argument("--log", type=Path, help="a folder to keep programs in")
+    parser.add_argument("--large", nargs="+", help="large GPTs alone: 300M, 1B")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=(*CONTENDERS, *STEPS), help="some of them"
+    )
     parser.add_argument(
         "--matrix", type=int, nargs=2, help="of the matrix alone: the first program, and the end"
     )
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The matrix; or a table a model, then noise."""
+    """The matrix; or large GPTs; or a table a model, then noise."""
     if options.matrix:
-        rows: list[dict[str, str]] = []
-        for row in matrix(*options.matrix):
-            rows.append(row)
-            print("  ".join(row.values()), flush=True)
-        yield Table("The matrix", rows)
+        yield Table("The matrix", list(_printed(matrix(*options.matrix, options.log))))
+        return
+    if options.large:
+        for size in options.large:
+            lines = (large_lines(size, on, options) for on in options.on)
+            rows = list(_printed(itertools.chain.from_iterable(lines)))
+            if rows:
+                yield Table(f"GPT of {size} parameters, fully sharded", rows)
         return
     for row in options.rows:
         made = ROWS[row](**(tiny(ROWS[row]) | {"batch": 16} if options.tiny else {}))
-        lines: list[dict[str, str]] = []
-        for on in options.on:
-            mesh = mesh_of(on)
-            ordinary = gradient(NON_PRIVATE, made, mesh)
-            for name in CONTENDERS[: 3 if options.short else None]:
-                if name.endswith("8") and made.batch_size % 8:
-                    continue
-                found = ordinary if name == NON_PRIVATE else gradient(name, made, mesh)
-                lines.append(line(name, found, ordinary, on))
-                print("  ".join(lines[-1].values()), flush=True)
-        yield Table(made.title, lines)
+        yield Table(made.title, list(_printed(lines_of(made, row, options))))
     lines = []
     for on in [on for on in options.on if on.startswith("h100") or not options.short][:1]:
         for shape in LEAVES:
@@ -259,6 +334,28 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
                 }
             )
     yield Table("Noise on one leaf", lines)
+
+
+def lines_of(made: Row, row: str, options: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Gradients of one model."""
+    for on in options.on:
+        mesh, ordinary = mesh_of(on), None
+        for name in options.contenders or CONTENDERS[: 3 if options.short else None]:
+            if name.endswith("8") and made.batch_size % 8:
+                continue
+            make = functools.partial(gradient, name, made, mesh)
+            found = recorded(options.log, f"{row} {on} {name} {made.batch_size}", make)
+            if isinstance(found, str):
+                print(row, on, name, found, flush=True)
+                continue
+            ordinary = ordinary or found
+            yield line(name, found, ordinary, on)
+
+
+def _printed(rows: Iterator[dict[str, str]]) -> Iterator[dict[str, str]]:
+    for row in rows:
+        print("  ".join(row.values()), flush=True)
+        yield row
 
 
 PART = Part(__doc__, tables, add_options, rounds=(1, 1))

@@ -108,45 +108,59 @@ class Specs(NamedTuple):
 
 def peer(task: Any, name: str, microbatch: int) -> Any:
     """The compiled step of another, for the same devices."""
+    gradient, params, batch = peer_gradient(task, name, microbatch)
+    rules, specs = task.rules, task.rules.accumulator_specs(params)
+    optimizer = example().optimizer_of(task) if name == JAX_PRIVACY else optax.adam(1e-3)
+
+    def step(params: Any, state: Any, batch: tuple[Array, Array]) -> Any:
+        updates, state = optimizer.update(gradient(params, *batch), state, params)
+        return rules.shard(optax.apply_updates(params, updates)), state
+
+    state = optax.tree.map_params(
+        optimizer,
+        functools.partial(_at, rules),
+        jax.eval_shape(optimizer.init, params),
+        specs,
+        transform_non_params=lambda x: _at(rules, x, P()),
+    )
+    with jax.set_mesh(rules.mesh):
+        return jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch).compile()
+
+
+def peer_gradient(task: Any, name: str, microbatch: int) -> tuple[Callable[..., Any], Any, Any]:
+    """The gradient of another, and the shapes, placed, of parameters and batch."""
     plan_gpt, rules = example(), task.rules
     shapes, static = eqx.partition(task.model, plan_gpt.is_shape)
     specs = Specs(rules.specs(shapes), rules.accumulator_specs(shapes))
-    optimizer = plan_gpt.optimizer_of(task) if name == JAX_PRIVACY else optax.adam(1e-3)
     make = non_private if name == NON_PRIVATE else of_jax_privacy
-    gradient = make(plan_gpt.loss, static, specs, microbatch)
+    of_device = make(plan_gpt.loss, static, specs, microbatch)
 
     def over_data(spec: P) -> P:
         return P(*(entry if AXIS in jax.tree.leaves((entry,)) else None for entry in spec))
 
     on_data = jax.tree.map(over_data, specs)
 
-    def step(params: Any, state: Any, batch: tuple[Array, Array]) -> Any:
+    def gradient(params: Any, *batch: Array) -> Any:
         over_devices = jax.shard_map(
-            gradient,
+            of_device,
             mesh=rules.mesh,
             in_specs=(on_data.params, P(AXIS), P(AXIS)),
             out_specs=on_data.sums,
             axis_names={AXIS},
             check_vma=False,
         )
-        grads = rules.shard_accumulators(over_devices(task.policy.cast_to_compute(params), *batch))
-        updates, state = optimizer.update(grads, state, params)
-        return rules.shard(optax.apply_updates(params, updates)), state
+        return rules.shard_accumulators(over_devices(task.policy.cast_to_compute(params), *batch))
 
-    def at(x: Any, spec: P) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(rules.mesh, spec))
-
-    state = optax.tree.map_params(
-        optimizer,
-        at,
-        jax.eval_shape(optimizer.init, shapes),
-        specs.sums,
-        transform_non_params=lambda x: at(x, P()),
+    at = functools.partial(_at, rules)
+    return (
+        gradient,
+        jax.tree.map(at, shapes, specs.params),
+        tuple(at(x, P(AXIS)) for x in task.batch),
     )
-    batch = tuple(at(x, P(AXIS)) for x in task.batch)
-    arguments = jax.tree.map(at, shapes, specs.params), state, batch
-    with jax.set_mesh(rules.mesh):
-        return jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+
+
+def _at(rules: dp.ShardingRules, x: Any, spec: P) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(rules.mesh, spec))
 
 
 def non_private(loss: Callable[..., Array], static: Any, specs: Specs, microbatch: int) -> Any:

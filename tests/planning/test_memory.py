@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
-from eqx_dp import plan_memory
+from eqx_dp import device, plan_memory
 from tests import models
 
 pytestmark = pytest.mark.optimized
@@ -43,6 +43,8 @@ def test_a_plan_adds_up():
     assert parts.batch == sizes(batch) + 16  # and the mask
     assert parts.per_example >= 4 * sizes(model)  # four gradients at once
     assert parts.noise == max(map(sizes, jax.tree.leaves(model)))
+    with device._made_for("gpu"):
+        assert plan_memory(grad_fn, model, *batch, compiled=False).parts.noise == 0
     given = sizes(model) + parts.optimizer + parts.batch
     assert abs(compiled.arguments - given) < 64
     assert compiled.shared >= 3 * sizes(model)  # the old state gives way to the new
