@@ -10,8 +10,9 @@ if all of them pass, and is undecided if `--limit` seconds of processor time end
 the slow tier, and tests that start processes, find nothing here, so the share that survives is too
 high rather than too low. It is of those that are killed or survive.
 
-`--sample 200` takes 200 mutants at random, of each module and kind of change in proportion. With `--log` what the file
-has is not run again; `--minutes` ends the run in time. The interval is Wilson's, of 95 %.
+`--sample 200` takes 200 mutants at random, of each module and kind of change in proportion. With
+`--log` what the file has is not run again; `--minutes` ends the run in time. The interval is
+Wilson's, of 95 %.
 """
 
 import argparse
