@@ -16,10 +16,14 @@ import gc
 import itertools
 import os
 import tempfile
+from typing import Any, Self
 
+import beartype
+import beartype.roar
 import hypothesis
 import jax
 import jaxtyping
+import numpy.typing as npt
 import pytest
 
 hypothesis.settings.register_profile("search", derandomize=False)
@@ -55,7 +59,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--check-types"):  # before any test imports it
-        jaxtyping.install_import_hook("eqx_dp", "beartype.beartype")
+        jaxtyping.install_import_hook("eqx_dp", "tests.conftest.checked")
+
+
+# An int is a float. Functions are decorated one by one: beartype knows `Self` in classes alone.
+_UNKNOWN = beartype.FrozenDict({Self: Any, npt.ArrayLike: Any})
+_RULES = beartype.BeartypeConf(is_pep484_tower=True, hint_overrides=_UNKNOWN)
+
+
+def checked(function: Any) -> Any:
+    """The function, checked; as it is if beartype has no check for an annotation's form."""
+    try:
+        return beartype.beartype(conf=_RULES)(function)
+    except beartype.roar.BeartypeDecorHintPepUnsupportedException:
+        return function
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

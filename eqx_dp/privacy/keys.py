@@ -66,7 +66,7 @@ def key_from_secret(secret: Secret, *purpose: str | bytes) -> PRNGKeyArray:
         return jax.random.wrap_key_data(jnp.asarray(words), impl=GENERATOR)
 
 
-def _words(secret: Secret, purpose: Iterable[str | bytes]) -> np.ndarray[Any, Any]:
+def _words(secret: Secret, purpose: Iterable[str | bytes]) -> np.ndarray[Any, np.dtype[np.uint32]]:
     return np.frombuffer(digest(secret, purpose, size=32), np.dtype("<u4")).astype(np.uint32)
 
 
@@ -191,7 +191,8 @@ def outside_of_programs(key: PRNGKeyArray | None) -> PRNGKeyArray:
     with jax.ensure_compile_time_eval():
         given = None if key is None else np.asarray(jax.random.key_data(key))
 
-    def words() -> np.ndarray[Any, Any]:  # without JAX, for which a callback may wait for ever
+    # Without JAX, for which a callback may wait for ever.
+    def words() -> np.ndarray[Any, np.dtype[np.uint32]]:
         if hosts > 1:
             raise ValueError("on several hosts begin noise outside of jit, or give a key")
         return _words(fresh_secret(), ("noise",)) if given is None else given

@@ -189,7 +189,7 @@ class Batches:
         return MaskedBatch(examples, is_padding_example)
 
     def _arguments(
-        self, indices: Indices, slots: Indices, is_padding_row: Mask
+        self, indices: Indices, slots: Indices, is_padding_row: Bool[np.ndarray, "slots rows"]
     ) -> tuple[PyTree[np.ndarray], ...]:
         """What the loss gets: these examples in these slots, and zeros in all others."""
 

@@ -10,8 +10,9 @@ if all of them pass, and is undecided if `--limit` seconds of processor time end
 the slow tier, and tests that start processes, find nothing here, so the share that survives is too
 high rather than too low. It is of those that are killed or survive.
 
-`--sample 200` takes 200 mutants at random, of each module in proportion. With `--log` what the file
-has is not run again; `--minutes` ends the run in time. The interval is Wilson's, of 95 %.
+`--sample 200` takes 200 mutants at random, of each module and kind of change in proportion. With
+`--log` what the file has is not run again; `--minutes` ends the run in time. The interval is
+Wilson's, of 95 %.
 """
 
 import argparse
@@ -184,14 +185,19 @@ def profiled(runner: Runner, files: list[str], limit: float, log: Path | None) -
 def sampled(
     made: dict[str, list[Mutant]], number: int | None, seed: int
 ) -> dict[str, list[Mutant]]:
-    """A random part of each module's mutants, in proportion; each module has one at least."""
+    """A random part of each module's mutants, in proportion; each module has one at least.
+
+    Of a module each kind of change has its proportion, too, up to one mutant.
+    """
     total = sum(map(len, made.values()))
     chosen: dict[str, list[Mutant]] = {}
     for file, all_of_it in made.items():
         share = len(all_of_it) if number is None else max(1, round(number * len(all_of_it) / total))
-        order = [*all_of_it]
-        random.Random(f"{seed} {file}").shuffle(order)
-        chosen[file] = order[:share]
+        order, draw = [*all_of_it], random.Random(f"{seed} {file}")
+        draw.shuffle(order)
+        order.sort(key=lambda one: one.kind)
+        start, distance = draw.random(), len(order) / share
+        chosen[file] = [order[int((start + i) * distance)] for i in range(share)]
     return chosen
 
 
@@ -210,12 +216,14 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     )
     killers = Killers(profiled(warm, tests, options.profile, log))
     found: dict[str, list[str]] = {file: [] for file in modules}
+    kinds: dict[str, list[str]] = collections.defaultdict(list)
     queue = [(file, mutant) for file, some in chosen.items() for mutant in some]
     random.Random(options.seed).shuffle(queue)  # so that a run that ends early is a sample, too
     for file, mutant in queue:
         key = file, mutant.text, mutant.line
         if mutant.text in explained.get(file, {}):
             found[file].append(EXPLAINED)
+            kinds[mutant.kind].append(EXPLAINED)
             continue
         if key not in known:
             if time.monotonic() > end:
@@ -227,10 +235,12 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
                 with log.open("a") as written:
                     written.write(json.dumps(known[key]) + "\n")
         found[file].append(known[key]["status"])
+        kinds[mutant.kind].append(known[key]["status"])
     for runner in (warm, cold):
         runner.end()
     rows = [row(file, some) for file, some in found.items() if some]
     yield Table("Mutants", [*rows, row("all", [one for some in found.values() for one in some])])
+    yield Table("By kind of change", [row(kind, some) for kind, some in sorted(kinds.items())])
 
 
 def judged(

@@ -336,6 +336,7 @@ BESIDE = {
     "norm_of_the_noisy_gradient": lambda at: optax.tree.norm(at.noisy),
     "rate_and_step": lambda at: (RATE(at.state.step), at.state.step),
     "loss_of_public_data": lambda at: of_public(at.new, *PUBLIC),
+    "clipped_gradient_of_public_data": lambda at: clipped()(at.new, *PUBLIC),
     "numbers_of_a_fresh_key": lambda at: bits(at.keys[0], (4,)),
     "disclosed_loss": (
         lambda at: {"loss": at.values.loss.mean()},

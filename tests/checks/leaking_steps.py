@@ -583,6 +583,7 @@ NOISED = {
     ),
     # Which mask an example gets, its slot says, in every step the same.
     "constant_loss_key": lambda at: loss_with_key(at, jax.random.key(0)),
+    "loss_key_of_the_data": lambda at: loss_with_key(at, fold_in(at.keys[1], at.x[0, 0] > 0)),
     "loss_key_returned": lambda at: loss_with_key(at, at.keys[1], at.keys[1]),
     "loss_key_drawn_from": lambda at: loss_with_key(
         at, at.keys[1], normal(split(at.keys[1], SLOTS)[0], (WIDTH,))

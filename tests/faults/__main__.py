@@ -2,6 +2,7 @@
 
     python -m tests.faults            # all rooms
     python -m tests.faults privacy    # the rows of privacy.toml
+    python -m tests.faults --log FILE # goes on: rows that are red in FILE are not replayed again
 
 A file `ROOM.toml` beside this one lists faults. Each gives the text that is replaced, which stands
 in the file exactly once, and one test:
@@ -53,6 +54,11 @@ class Fault:
     was: str
     becomes: str
     test: str
+
+    @property
+    def title(self) -> str:
+        """How a row begins in what is printed and logged."""
+        return f"{self.what:60} {self.test:90}"
 
     def planted(self) -> str:
         """The text of the file with the fault."""
@@ -136,30 +142,35 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help="all rooms, unless named")
     parser.add_argument("--jobs", type=int, default=2, help="tests that run at once; 2 by default")
+    parser.add_argument("--log", type=pathlib.Path, help="a file to append to, and go on from")
     arguments = parser.parse_args()
+    log: pathlib.Path = arguments.log or pathlib.Path(os.devnull)
+    seen = log.read_text() if log.exists() else ""
     rooms = arguments.rooms or sorted(file.stem for file in FOLDER.glob("*.toml"))
     try:
-        rows = [(room, fault) for room in rooms for fault in read_faults(room)]
+        rows = [fault for room in rooms for fault in read_faults(room)]
     except FaultError as error:
         parser.error(str(error))
 
     problems: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="fault-") as name:
+    left = [fault for fault in rows if f"{fault.title} red" not in seen]
+    with tempfile.TemporaryDirectory(prefix="fault-") as name, log.open("a") as written:
         folder = pathlib.Path(name)
         copy_repository(folder)
-        status, output = run_tests(folder, list(dict.fromkeys(fault.test for _, fault in rows)))
+        tests = list(dict.fromkeys(fault.test for fault in left))
+        status, output = run_tests(folder, tests) if tests else (0, "")
         if status:
             problems.append(f"Without a fault, a test is not green: exit status {status}\n{output}")
         with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-            results = pool.map(lambda row: replay(row[1], folder), rows)
-            for (room, fault), (verdict, seconds, output) in zip(rows, results, strict=True):
-                row = f"{room:12} {fault.what:60} {fault.test:90}"
-                print(f"{row} {verdict:6} {seconds:4.0f} s", flush=True)
+            results = pool.map(lambda fault: replay(fault, folder), left)
+            for fault, (verdict, seconds, output) in zip(left, results, strict=True):
+                for file in (sys.stdout, written):
+                    print(f"{fault.title} {verdict:6} {seconds:4.0f} s", file=file, flush=True)
                 if verdict != "red":
                     problems.append(f"{verdict}: {fault.what}\n{fault.test}\n\n{output}")
     for problem in problems:
         print(f"\n{problem}")
-    print(f"\n{len(rows)} faults, {len(problems)} problems")
+    print(f"\n{len(left)} of {len(rows)} faults replayed, {len(problems)} problems")
     return 1 if problems else 0
 
 

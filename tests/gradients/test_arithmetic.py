@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients import leaves, norms
+from eqx_dp.gradients import blocks, leaves, norms
 from eqx_dp.gradients.clip import clip_factors
 from eqx_dp.gradients.gram import OuterProducts, gram_norms, row_norms, sum_of_products
 from eqx_dp.gradients.norms import norm_error, norms_of_parts
@@ -76,6 +76,8 @@ def test_factors_are_zero_or_normal(up, rescale):
     """Below the normal range a number has few digits, and machines differ on whether it is zero."""
     sizes = np.geomspace(1e20, 3.4e38, 2000)
     for clip_norm in (5e-7, 1e-10, 1.0, 3e-30):
+        near = (1.0 if rescale else clip_norm) / TINY * (1 + np.arange(-40, 40) * U)
+        sizes = np.concatenate([sizes, near[near < 3.4e38]])
         share, factors = shares_of_numbers(Machine(up), clip_norm, sizes, rescale)
         assert ((factors == 0) | (factors >= TINY)).all()
         assert share.max() <= 1
@@ -161,15 +163,29 @@ def test_every_contraction_asks_for_the_precision_of_the_bound(monkeypatch):
         assert set(equation.params["precision"]) == {norms.PRECISION}
 
 
-@pytest.mark.parametrize("spread", [1, 3])
-def test_bounds_of_lookups(spread):
-    _, values = hostile_products("cancelling")
+@pytest.mark.parametrize(("spread", "time"), [(1, 9), (3, 9), (3, 1)])
+def test_bounds_of_lookups(spread, time):
+    _, values = hostile_products("cancelling", time)
     rows = np.random.default_rng(4).integers(0, spread, values.shape[:3])
 
     for seed in range(3):
         _, bounds, sums = Machine(seed=seed)(row_norms, rows, values)
         added = np.linalg.norm(np.float64(sums).reshape(len(rows), -1), axis=1)
         assert (added * (1 + U) <= bounds).all()
+
+
+@pytest.mark.parametrize("growth", [1.0, 1.5])
+@pytest.mark.parametrize(("platform", "floats"), [("cpu", 1), ("cuda", 2)])
+def test_many_sums_are_added_up_as_exactly_as_is_said(platform, floats, growth, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    terms = np.random.default_rng(5).uniform(size=(200, 500)) * growth ** np.arange(200)[:, None]
+    terms = terms.astype(np.float32)
+    total = blocks.nothing(terms[0], 200, 10**6)
+    assert len(total) == floats
+    total, _ = jax.lax.scan(lambda so_far, x: (blocks.added(so_far, x), None), total, terms)
+    exact = terms.astype(np.float64).sum(0)
+    most = blocks.added_roundoff(200, 10**6, terms.dtype) * exact
+    assert (np.abs(np.float64(total[0].astype(np.float32)) - exact) <= most).all()
 
 
 @pytest.mark.parametrize("time", [33, 256, 2048])

@@ -50,31 +50,6 @@ def test_an_empty_batch_gives_zeros(microbatch_size, clip_norm):
     assert {x.shape for x in jax.tree.leaves(per_example)} == {(0,), (0, 5)}
 
 
-@pytest.mark.parametrize(
-    ("padding", "microbatch_size", "computed"),
-    [
-        ([0, 0, 0, 0, 0, 0, 0, 0], 2, [0, 1, 2, 3, 4, 5, 6, 7]),
-        ([0, 1, 0, 0, 1, 1, 1, 1], 2, [0, 2, 3]),
-        ([1, 1, 0, 0, 1, 1, 1, 0], 2, [2, 3, 7]),
-        ([1, 1, 1, 1, 1, 1, 1, 1], 2, []),
-        ([1, 1, 1, 1, 1, 1, 1, 1], None, []),
-        ([1, 0, 1, 1, 1, 1, 1, 1], 1, [1]),
-    ],
-)
-def test_microbatches_that_are_all_padding_are_not_computed(padding, microbatch_size, computed):
-    seen = []
-
-    def loss(model, x):
-        jax.debug.callback(lambda value: seen.append(int(value)), x)
-        return model * x
-
-    grad_fn = jitted.grad(loss, l2_clip_norm=1.0, microbatch_size=microbatch_size)
-    grads = grad_fn(jnp.ones(()), jnp.arange(8.0), is_padding_example=np.array(padding, bool))
-    jax.block_until_ready(grads)
-    jax.effects_barrier()
-    assert sorted(set(seen)) == computed
-
-
 # Examples whose gradient is not finite
 
 

@@ -55,6 +55,8 @@ def test_noise_is_that_of_a_fine_search(row):
 
 
 def test_epochs_are_steps():
+    known = {"epsilon": 3.0, "delta": 1e-5, "sampling_prob": 0.7}
+    assert PrivacyPlan.calibrate(epochs=21, **known).steps == 30 < 21 / 0.7  # in float64
     kinds = sampling.Poisson(0.01), sampling.Poisson(0.3), sampling.CyclicPoisson(0.5, 7)
     for kind, steps in zip((*kinds, sampling.BallsInBins(7)), (100, 4, 14, 7), strict=True):
         known = {"epsilon": 3.0, "delta": 1e-5, "sampling": kind}

@@ -279,6 +279,18 @@ def test_what_is_not_finite_stays_so_and_stays_alone(value, dtype, stddev):
     np.testing.assert_array_equal(np.asarray(noisy), [noise[0], value, noise[2]])
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_float64_sums_beyond_the_range_are_the_last_in_it(sign):
+    """So the same noise moves two of them no further apart than they are."""
+    within = [1.5 * 2.0**61, np.nextafter(2.0**62, 0)]
+    sums = sign * grid_of(1.0) * np.array([*within, 2.0**62, 2.0**70, 1e300])
+    with jax.enable_x64(True):
+        privatizer = gaussian_privatizer(stddev=1.0, key=KEY, policy=policy())
+        noisy = [privatizer.update(jnp.full(9, x), state_at(0))[0] for x in sums]
+    np.testing.assert_allclose(noisy[:2], np.full((9, 2), sums[:2]).T, rtol=1e-15)
+    np.testing.assert_array_equal(noisy[2:], [noisy[1]] * 3)
+
+
 @pytest.mark.parametrize(
     ("chosen", "dtype", "declared"),
     [

@@ -48,6 +48,7 @@ def test_delta_of_tiny_cycles_is_that_of_an_integral(bins, noise, epsilon):
     ):
         assert exact * (1 - 1e-6) <= pmf.get_delta_for_epsilon(epsilon) + 1e-14
         assert pmf.get_delta_for_epsilon(epsilon) <= exact * 1.02 + 1e-7
+        assert pmf.get_delta_for_epsilon(-700.0) >= 1  # rounding loses no probability
 
 
 @pytest.mark.parametrize(("bins", "noise"), [(7, 0.3), (100, 1.0), (1000, 8.0)])

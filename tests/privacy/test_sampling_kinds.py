@@ -130,6 +130,7 @@ BAD = [
     ("batch_size", dp.sampling.FixedSize, (31, 30)),
     ("num_examples", Sampler, (31, dp.sampling.FixedSize(7, 30))),
     ("kind", Sampler, (31, 0.5)),
+    ("devices", lambda *known: Sampler(*known, devices=2**53 + 1), (31, KINDS[0])),
 ]
 
 

@@ -50,6 +50,7 @@ class Mutant(NamedTuple):
         place: which node of the module is changed.
         turn: which of the node's changes it is.
         is_at_import: whether it runs when the module is imported, and not in a call.
+        kind: what is changed: the name of a class of `ast`.
     """
 
     line: int
@@ -58,6 +59,7 @@ class Mutant(NamedTuple):
     place: int
     turn: int
     is_at_import: bool
+    kind: str = ""
 
     def planted(self, source: str) -> ast.Module:
         """The module with the change."""
@@ -84,7 +86,8 @@ def mutants(source: str) -> list[Mutant]:
         for turn, changed in enumerate(_changed(node)):
             text = f"{function}: {before}  ->  {_short(ast.unparse(changed))}"
             last = head.end_lineno or node.lineno
-            found.append(Mutant(node.lineno, last, text, number, turn, is_at_import))
+            kind = type(node).__name__
+            found.append(Mutant(node.lineno, last, text, number, turn, is_at_import, kind))
     return found
 
 
