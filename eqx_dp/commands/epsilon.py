@@ -92,8 +92,7 @@ def run(arguments: argparse.Namespace) -> str:
         f"attacks guess right in at most {100 * attack.right:.1f} of 100 cases; Gaussian DP: "
         f"mu {attack.mu:.3f}, at a distance of {attack.distance:.3f}",
         f"each {'user' if plan.unit else 'example'} is in a step with probability "
-        f"{plan.sampling_prob:.4g} "
-        f"({type(plan.sampling).__name__} sampling); neighbors: "
+        f"{plan.sampling_prob:.4g} ({type(plan.sampling).__name__} sampling); neighbors: "
         f"{plan.neighboring_relation.name.lower().replace('_', '-')}",
         f"dp.PrivacyPlan({plan.sampling_prob!r}, {plan.steps}, {plan.noise_multiplier!r}, "
         f"{plan.delta!r}, dp.NeighboringRelation.{plan.neighboring_relation.name})"
