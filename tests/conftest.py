@@ -71,7 +71,7 @@ def checked(function: Any) -> Any:
     """The function, checked; as it is if beartype has no check for an annotation's form."""
     try:
         return beartype.beartype(conf=_RULES)(function)
-    except beartype.roar.BeartypeDecorHintPepUnsupportedException:
+    except beartype.roar.BeartypeDecorHintPepException:
         return function
 
 

@@ -341,11 +341,11 @@ def _work(
     of_one = float(flops + passes * sum(cost.norm_flops for cost in costs))
     of_one += passes * move(is_narrow) * sum(cost.moved for cost in costs)
     of_one *= _ALONE if size == 1 and is_cpu() else 1
-    leaves = zip(costs, sizes, strict=True)
-    used = [entries for cost, entries in leaves if cost.way != "unused"]
-    kernels = passes * sum(_KERNELS[cost.way] for cost in costs)
-    starting = _KERNELS_ON_CPU * len(used) * 1e5
-    if not is_cpu():
+    used = [its for cost, its in zip(costs, sizes, strict=True) if cost.way != "unused"]
+    if is_cpu():
+        starting = _KERNELS_ON_CPU * len(used) * 1e5
+    else:
+        kernels = passes * sum(_KERNELS[cost.way] for cost in costs)
         starting = kernels * chip().start * _peak(is_narrow)
     spilled = max(0, size * way.held - _CACHED) / 4 if is_cpu() else 0
     moved = _MOVED_BY_A_PASS * sum(used) + _MOVED_BY_SPILLING * spilled

@@ -8,7 +8,7 @@ that is not multiplied by data alone has no uses: it is formed. The search reads
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.extend.core as jex_core
@@ -188,7 +188,6 @@ def _is_differentiated(equation: jex_core.JaxprEqn) -> bool:
     return is_smooth and equation.primitive.name != "stop_gradient"
 
 
-@runtime_checkable
 class AtUse(Protocol):
     """What happens at a use. Equal ones evaluate an equation equally."""
 
