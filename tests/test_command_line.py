@@ -68,6 +68,7 @@ def test_policies_shows_and_checks_one(tmp_path, capsys):
 RUN = ("epsilon", "--examples", "6000", "--batch", "60", "--epochs", "2")
 
 
+@pytest.mark.slow
 def test_epsilon_of_a_noise_multiplier_is_the_plan_s(capsys, tmp_path):
     found = json.loads(printed(capsys, *RUN, "--noise-multiplier", "1.1", "--json"))
     plan = dp.PrivacyPlan(sampling_prob=0.01, steps=200, noise_multiplier=1.1, delta=1 / 60_000)
@@ -114,6 +115,7 @@ def trained_run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 def test_report_writes_a_page_and_nothing_else(trained_run, tmp_path, capsys):
     run = copied(trained_run, tmp_path / "run")
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}

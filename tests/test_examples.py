@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -115,14 +113,6 @@ def test_mixed_precision_trains_and_draws(tmp_path):
     assert 0 < lowest == mean == highest < 1
 
 
-def test_the_narrower_a_sum_the_larger_its_error():
-    for by_dtype in load("mixed_precision").measure_sums().values():
-        bfloat16, float16, float32 = (np.array(by_dtype[dtype]) for dtype in by_dtype)
-        assert np.all(bfloat16 > 4 * float16)
-        assert np.all(float16 > 1000 * float32)
-        assert np.all(float32 < 2e-6)
-
-
 @pytest.mark.slow
 def test_mixed_precision_weighs_a_step_and_compares_formats_and_layers(monkeypatch, tmp_path):
     example = load("mixed_precision")
@@ -178,7 +168,7 @@ def test_layers_that_cost_most_are_kept_wide():
     assert dp.parse_policy(str(found.recommended)) == found.recommended
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a minute
 def test_an_optimizer_that_knows_of_noise_reaches_a_lower_loss():
     example = load("optimizers")
     plan = dp.PrivacyPlan(0.5, 300, noise_multiplier=4.0, delta=1e-5)
@@ -218,21 +208,10 @@ def statement(directory):
 
 
 @pytest.mark.slow
-def test_gpt_goes_on_where_it_was_terminated(little_text, tmp_path, capsys):
+def test_gpt_trains_on_all_devices(little_text, tmp_path, capsys):
     gpt, _ = little_text
-    resumed_at, words = [], [*TINY, "--epsilon", "1", "--out", str(tmp_path)]
-
-    def terminate(event):
-        if event.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(SystemExit) as stopped:
-        gpt.main(words, [terminate])
-    released, epsilon = statement(tmp_path / "gpt")
-    assert (stopped.value.code, released) == (143, 2)
-    assert epsilon < 0.99
-    state = gpt.main(words, [lambda event: resumed_at.append(event.step)])
-    assert resumed_at == [3, 4]
+    words = [*TINY, "--epsilon", "1", "--out", str(tmp_path)]
+    state = gpt.main(words)
     released, epsilon = statement(tmp_path / "gpt")
     assert released == int(state.step) == 4
     assert 0.99 < epsilon <= 1

@@ -85,6 +85,7 @@ def test_whitened_features_have_norm_1_and_are_alike_in_all_directions():
     assert variances[-1] < 1.5 * variances[0]
 
 
+@pytest.mark.slow
 def test_a_second_moment_is_measured_by_the_steps_of_a_plan():
     module, rng = load("private_whitening"), np.random.default_rng(0)
     x = rng.normal(size=(2000, 1, 4)) * np.array([8, 4, 2, 1])

@@ -109,6 +109,7 @@ def test_all_devices_end_with_the_parameters_of_one(trained, names):
             np.testing.assert_allclose(copy, alone, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_privacy_changes_three_lines_and_devices_meet_in_one_reduction(trained):
     changed = tour.changed_lines(tour.train_plainly, tour.train_privately)
     signs = [line[0] for line in changed]

@@ -1,5 +1,6 @@
 """Which rows of a table run by README's command, which in the slow tier, and which by hand."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,14 +11,15 @@ def curated(rows: Iterable[Any], at_once: Sequence[Any], every: int = 1) -> list
     """All rows; of those that are not in `at_once` one in `every` is slow, the rest exhaustive."""
     rows = [*rows]
     assert all(row in rows for row in at_once)
-    found, later = [], 0
-    for row in rows:
+    later = itertools.count()
+
+    def placed(row: Any) -> Any:
         if row in at_once:
-            found.append(row)
-            continue
-        is_slow, later = later % every == 0, later + 1
-        found.append(_marked(row, pytest.mark.slow if is_slow else pytest.mark.exhaustive))
-    return found
+            return row
+        mark = pytest.mark.exhaustive if next(later) % every else pytest.mark.slow
+        return pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=mark)
+
+    return [placed(row) for row in rows]
 
 
 def by_method(
@@ -38,7 +40,3 @@ def by_method(
     rows = [(name, method) for name in names for method in at_once]
     chosen = [(name, method) for method in at_once for name in at_once[method]]
     return curated(rows, chosen, every)
-
-
-def _marked(row: Any, mark: pytest.MarkDecorator) -> Any:
-    return pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=mark)

@@ -75,7 +75,7 @@ def clipped_sum(loss, model, batch, clip=1.0, policy=None, **named):
     return grad_fn(model, *batch, **named)
 
 
-@pytest.mark.parametrize("plant", curated([planted_images, planted_gradients], [planted_gradients]))
+@pytest.mark.parametrize("plant", curated([planted_images, planted_gradients], []))
 def test_a_canary_that_is_out_adds_exactly_zero(plant):
     planted = plant()
     model = CASE.model if plant is planted_images else planted.model(CASE.model)

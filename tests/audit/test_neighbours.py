@@ -128,6 +128,7 @@ def total_loss(model, x, y):
     return jax.vmap(LOSS, (None, 0, 0))(model, x, y).sum()
 
 
+@pytest.mark.slow
 def test_a_report_is_a_table_and_a_file_in_which_infinity_is_null(tmp_path):
     report = audited(*stepped(lambda model, x, y, mask: jax.grad(total_loss)(model, x, y)))
     assert "movement" in rules_of(report)

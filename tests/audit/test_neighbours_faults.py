@@ -82,7 +82,7 @@ GRADIENTS = {
 }
 
 
-QUICK = ("clipped leaf by leaf", "poisoned", "padding counts")
+QUICK = ("clipped leaf by leaf", "poisoned")
 
 
 @pytest.mark.parametrize("name", curated(GRADIENTS, QUICK))
@@ -94,6 +94,7 @@ def test_a_wrong_gradient(name):
         report.raise_if_violated()
 
 
+@pytest.mark.slow
 def test_a_sensitivity_of_another_relation():
     step, state = stepped(clipped)
     replace_one = dp.NeighboringRelation.REPLACE_ONE
@@ -103,11 +104,13 @@ def test_a_sensitivity_of_another_relation():
     assert audited(step, state, neighboring_relation=replace_one, sensitivity=2 * CLIP_NORM).ok
 
 
+@pytest.mark.slow
 def test_an_optimizer_before_the_noise():
     report = audited(*stepped(clipped, optax.chain(optax.adam(1e-2), NOISE)))
     assert {"movement", "beside the noise"} & rules_of(report)
 
 
+@pytest.mark.slow
 def test_noise_by_a_key_that_depends_on_the_data():
     @jax.jit
     def step(model, state, x, y, mask):
@@ -149,6 +152,7 @@ def test_results_beside_the_release(result):
     assert audited(telling, state, disclose=[result]).ok
 
 
+@pytest.mark.slow
 def test_an_error_on_an_example():
     step, state = stepped(clipped)
 

@@ -17,6 +17,7 @@ from tests import models
 from tests.gradients.cases import layers
 from tests.gradients.cases.models import VOCABULARY, StackedGPT, language_loss
 from tests.sharding.losses import mesh_of
+from tests.tiers import curated
 
 FLOAT8, MIXED, WIDE = map(dp.load_policy, ("mixed_float8", "mixed_bfloat16", "float32"))
 BF16, F32, E4 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
@@ -141,9 +142,10 @@ def test_every_method_passes_through_scan_and_remat(method):
         }
 
 
-@pytest.mark.parametrize(
-    ("kind", "accumulators"), [("auto", "params"), ("explicit", "examples"), ("auto", "examples")]
-)
+SPREAD = [("auto", "params"), ("explicit", "examples"), ("auto", "examples")]
+
+
+@pytest.mark.parametrize(("kind", "accumulators"), curated(SPREAD, SPREAD[:1]))
 def test_on_eight_devices(kind, accumulators):
     policy = dp.parse_policy("p=f32,c=f16,module:layers.1=float32,loss_scale=1024")
     rules = examples_over(kind, accumulators=accumulators)
@@ -475,7 +477,7 @@ def test_a_made_step_passes(noise_multiplier):
     assert (report.notes == ()) == (noise_multiplier > 0)
 
 
-@pytest.mark.parametrize(("kind", "inside"), [("auto", False), ("explicit", True)])
+@pytest.mark.parametrize(("kind", "inside"), [("explicit", True), *curated([("auto", False)], [])])
 def test_a_made_step_on_eight_devices(kind, inside):
     """The step enters its mesh by itself, whether or not its caller has done so before."""
     mesh = mesh_of(kind, data=4, model=2)

@@ -161,7 +161,7 @@ LATER = [name for name in TABLES if name not in CURATED]
 FACTORING = ["book_keeping", "ghost"]
 
 
-AT_ONCE = {"book_keeping": ("lookups",), "ghost": (), "per_example": ("views",)}
+AT_ONCE = {"book_keeping": (), "ghost": (), "per_example": ("views",)}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_in_microbatches(name, method):
     check(known(name), method, microbatch_size=2)
 
 
-@pytest.mark.parametrize(("name", "method"), by_method(CURATED, book_keeping=("lookups",), every=4))
+@pytest.mark.parametrize(("name", "method"), by_method(CURATED, book_keeping=(), every=4))
 def test_sums_in_blocks(name, method):
     """More examples at once than one contraction adds up."""
     case = joined(TABLES[name])

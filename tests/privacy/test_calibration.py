@@ -54,6 +54,7 @@ def test_noise_is_that_of_a_fine_search(row):
     assert little.epsilon() > (least * (1 - tolerance) if jumps else least)
 
 
+@pytest.mark.slow
 def test_epochs_are_steps():
     known = {"epsilon": 3.0, "delta": 1e-5, "sampling_prob": 0.7}
     assert PrivacyPlan.calibrate(epochs=21, **known).steps == 30 < 21 / 0.7  # in float64

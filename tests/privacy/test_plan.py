@@ -21,6 +21,7 @@ import eqx_dp as dp
 from eqx_dp.privacy import NeighboringRelation, PrivacyPlan
 from eqx_dp.privacy.finite_precision import PRECISION_EPSILON
 from eqx_dp.privacy.sampling import OVERFLOW_PROBABILITY
+from tests.tiers import curated
 
 ADD_OR_REMOVE_ONE, REPLACE_ONE, REPLACE_SPECIAL = NeighboringRelation
 RELATIONS = list(NeighboringRelation)
@@ -101,20 +102,15 @@ def test_the_event_without_sampling_means_one_thing(accountant, relation, noise_
     assert claimed == pytest.approx(1e-5, rel=1e-3) if accountant == "PLD" else claimed > 1e-6
 
 
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
-@pytest.mark.parametrize("relation", RELATIONS)
-def test_the_event_with_sampling_means_one_thing(accountant, relation):
+@pytest.mark.parametrize("relation", curated(RELATIONS, RELATIONS[:1]))
+def test_the_event_with_sampling_means_one_thing(relation):
     """One step, from first principles: by its densities."""
     q, noise_multiplier = 0.3, 0.8
     plan = PrivacyPlan(q, 1, noise_multiplier, 1e-3, relation)
     assert 0.998e-3 < worst_of_one_step(relation, q, noise_multiplier, plan.epsilon()) < 1e-3
-    event, counted = plan.event(), ACCOUNTANTS[accountant](relation)
-    if accountant == "RDP" and relation is REPLACE_ONE:
-        assert not counted.supports(event)
-        return
-    epsilon = counted.compose(event).get_epsilon(1e-3)
+    epsilon = PLDAccountant(relation).compose(plan.event()).get_epsilon(1e-3)
     worst = worst_of_one_step(relation, q, noise_multiplier, epsilon)
-    assert worst == pytest.approx(1e-3, rel=1e-3) if accountant == "PLD" else worst < 1e-3
+    assert worst == pytest.approx(1e-3, rel=1e-3)
 
 
 # What is taken from delta.

@@ -68,6 +68,7 @@ def test_it_says_what_the_run_says_and_changes_nothing(run):
     assert "subtract the noise" not in text
 
 
+@pytest.mark.slow
 def test_steps_that_may_have_been_released_count(run, copy):
     """Those of a process that was killed, and of other starts."""
     found = read_run(run)

@@ -23,6 +23,7 @@ def test_it_is_the_weighted_mean_of_the_models_so_far(ema, kind):
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_steps_and_noise_are_those_without_it():
     steps = seeded(), seeded(ema=0.9)
     one, other = (trainer(None, step).run(small_model(), steps=2).model for step in steps)

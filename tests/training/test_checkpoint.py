@@ -101,6 +101,7 @@ def test_what_is_no_place_for_checkpoints(tmp_path):
             runs.trainer(place, make()).run(small_model())
 
 
+@pytest.mark.slow
 def test_a_save_does_not_see_the_next_step(tmp_path):
     """The buffers of a state are used up while it is still being written."""
     model = eqx.nn.Linear(1024, 1024, key=jax.random.key(1))  # 4 MiB take a while to write
