@@ -302,7 +302,7 @@ def choose(
         ways = [choose(*given, options._replace(method=way), is_narrow) for way in METHODS]
         fitting = [its for its in ways if its.held <= _MEMORY_SHARE * memory]
         best = min(fitting or ways, key=lambda its: its.work if fitting else its.held)
-        return best._replace(reason=f"the least time by the data sheet of {device_kind()}")
+        return best._replace(reason=f"the least time by data sheets, for {device_kind()}")
     chosen = "book_keeping" if is_auto else options.method
     held = max(1, activations, sum(cost.bytes for cost in costs[chosen]))
     reason = "as asked for"
@@ -321,7 +321,7 @@ def choose(
         possible = _sizes(_fitting(held, batch.slots, memory), batch.slots)
         best = min(possible, key=work, default=batch.slots)
         size = best if best < batch.slots else None
-    return found._replace(microbatch_size=size, work=work(size or batch.slots))
+    return found._replace(microbatch_size=size, work=work(size or max(1, batch.slots)))
 
 
 def _work(

@@ -194,7 +194,7 @@ def gram_norms(
     gross = norms(jnp.sum(lengths, axis=-1))
     deepest = steps + 3 + 256 * bool(parts)  # tensor cores add many terms at once
     in_sum = jnp.minimum((steps + 1) * gross, math.sqrt(deepest**3 / 3) * norms(lengths))
-    room = 33 / 32
+    room = 9 / 8 if parts > 1 else 33 / 32
     bound = jnp.sqrt(jnp.maximum(square + room * slack, 0))
     in_sum *= product_roundoff(dtype, parts=weighted_parts(parts))
     bound += room * (in_sum + SPLIT * bool(parts) * gross)
