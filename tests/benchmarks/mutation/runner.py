@@ -18,6 +18,7 @@ import importlib.machinery
 import json
 import os
 import pkgutil
+import resource
 import shutil
 import signal
 import sys
@@ -101,6 +102,8 @@ class Server:
         written = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
         os.dup2(written, 1)
         os.dup2(written, 2)
+        seconds = int(2 * limit) + 30  # a loop that does not end
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # no smaller examples
         hypothesis.settings.register_profile("mutants", derandomize=True, phases=phases)
