@@ -43,13 +43,13 @@ class Users:
     | a user has fewer | all are taken; the mean is over those, and the rest is padding |
     | a user has no row | is_padding_example is True: the user adds exactly zero |
     | a row's loss or gradient is not finite | the user adds exactly zero in this step |
-    | a row's user is -1 | no step takes it |
+    | a row's user is -1, and `num_users` is given | no step takes it; without, it is refused |
     | a row has several owners | see `of_owners` |
 
     Args:
-        user_of_example: for each row the index of its user, from 0, or -1 to leave it out. Of
-            names: `np.unique(names, return_inverse=True)[1]`. None where only the accounting is
-            needed, as in a plan that was read from JSON.
+        user_of_example: for each row the index of its user, from 0; with `num_users` also -1, to
+            leave the row out. Of names: `np.unique(names, return_inverse=True)[1]`. None where only
+            the accounting is needed, as in a plan that was read from JSON.
         per_step: the most rows of a user in a step, at least 1.
         num_users: how many users there are. None for the largest index plus 1.
 
@@ -95,7 +95,7 @@ class Users:
         | case | what happens |
         |---|---|
         | each row has one owner | all rows are kept; users with more rows have smaller numbers |
-        | everybody has rows alone | only those are kept: drop some first if shared rows matter |
+        | somebody has a row alone | that person's shared rows are left out: drop the row first |
         | an owner of a row is named twice | once counts |
         | a row has no owner | refused: give it to somebody, or leave it out |
 
@@ -116,7 +116,8 @@ class Users:
             if taken.isdisjoint(its):
                 user_of[its] = len(user_of)
                 taken |= its
-        return cls(np.array([user_of.get(its, -1) for its in of_rows], int), per_step)
+        users = np.array([user_of.get(its, -1) for its in of_rows], int)
+        return cls(users, per_step, len(user_of) or None)
 
     @property
     def num_rows(self) -> int:
@@ -251,17 +252,17 @@ def _checked_users(users: Any, num_users: int | None) -> Int64[np.ndarray, " row
             "belong to several people: dp.Users.of_owners(owners, per_step)."
         )
     most = 2**53 if num_users is None else num_users
-    if found.min() < -1 or not 0 <= found.max() < most:
+    if found.min() < (0 if num_users is None else -1) or not 0 <= found.max() < most:
         raise ValueError(
-            f"user_of_example must be from 0 to {most - 1}, or -1 for rows that are left out, but "
-            f"not for all; found {found.min()} to {found.max()}."
+            f"user_of_example must be from 0 to {most - 1}; found {found.min()} to {found.max()}. "
+            "To leave rows out (-1, but not for all), give num_users."
         )
     return found.astype(np.int64)
 
 
 def _owners(row: int, owners: Any) -> frozenset[int]:
     """Who owns a row, or a ValueError."""
-    name = f"owners[{row}]"
+    name = f"owners[{row}] (names: np.unique; padding: leave it out)"
     found = [whole_number(name, x, least=0, most=2**53) for x in entries(name, owners, "numbers")]
     if not found:
         raise ValueError(f"{name} must hold at least one number: whose the row is; found none.")

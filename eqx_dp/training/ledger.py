@@ -124,6 +124,8 @@ def statement(
         "how long steps take",
         "choices that were made by looking at private data (hyperparameters, when to stop)",
         "steps that a directory restored from an older backup does not know of",
+        "other releases from the same data, such as a model that training began with",
+        *(["who owns which row, where rows of several people are users"] if plan.unit else []),
         *(["other runs with the same seed, whose noise is the same"] if is_seeded else []),
         *(["sums or noise in narrow dtypes: the policy is unsafe"] if is_unsafe else []),
         # Of an earlier release; all noise is certified now.

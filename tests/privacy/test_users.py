@@ -34,7 +34,7 @@ def taken(users, sampler, step):
     [
         (OWNERS, 2, 6, [[1, 6], [], 2, [], [3, 8], []]),  # three users without rows
         (OWNERS, 9, None, [[1, 6], [], [0, 2, 4, 5, 7], [], [3, 8]]),  # more than anybody has
-        (np.array([-1, 0, -1, 0, 0], np.int8), 2, None, [2]),  # some belong to nobody
+        (np.array([-1, 0, -1, 0, 0], np.int8), 2, 1, [2]),  # some belong to nobody
         (jnp.zeros(1, int), 4, None, [[0]]),
     ],
 )
@@ -142,13 +142,13 @@ def test_the_loss_is_the_mean_over_the_rows_that_are_there():
     ("make", "reason"),
     [
         (lambda: dp.Users(np.zeros((3, 2), int), 2), "several people: dp.Users.of_owners"),
-        (lambda: dp.Users(np.full(3, -1), 2), "not for all; found -1 to -1"),
-        (lambda: dp.Users.of_owners([[1], []], 2), r"owners\[1\] must hold at least one number"),
-        (lambda: dp.Users.of_owners([[1], ["b"]], 2), r"owners\[1\] must be a whole number"),
-        (lambda: dp.Users.of_owners([1], 2), r"owners\[0\] must be a tuple of numbers"),
+        (lambda: dp.Users(np.array([-1, 0]), 2), "found -1 to 0. To leave rows out"),
+        (lambda: dp.Users.of_owners([[1], []], 2), r"owners\[1\] .* must hold at least one number"),
+        (lambda: dp.Users.of_owners([[1], ["b"]], 2), r"owners\[1\] .* must be a whole number"),
+        (lambda: dp.Users.of_owners([1], 2), r"owners\[0\] .* must be a tuple of numbers"),
         (lambda: dp.Users.of_owners([], 2), "at least one row"),
         (lambda: dp.Users(np.array(["a", "b"]), 2), "np.unique"),
-        (lambda: dp.Users(OWNERS, 2, 4), "from 0 to 3, or -1 .* found 0 to 4"),
+        (lambda: dp.Users(OWNERS, 2, 4), "from 0 to 3; found 0 to 4"),
         (lambda: USERS.rows(sampler(9), 0), "draws from 9 examples, and there are 5 users"),
         (lambda: USERS.loss(np.ones(2)), r"loss must be a function, loss\(model, \*row\)"),
         (lambda: dp.Users(None, 2, 5).rows(sampler(5), 0), "user_of_example is None"),
