@@ -25,6 +25,7 @@ import jax
 import jaxtyping
 import numpy.typing as npt
 import pytest
+from jax._src import compiler
 
 hypothesis.settings.register_profile("search", derandomize=False)
 hypothesis.settings.register_profile("repeatable", derandomize=True)
@@ -47,6 +48,20 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 _started = itertools.count(1)
 _is_fast = True  # also for the models that test modules make as they are imported
 jax.config.update("jax_disable_most_optimizations", _is_fast)
+
+# What compiles fast beside that. XLA reads XLA_FLAGS once in a process, and `jax.jit` takes options
+# where it is called: only here can they change from test to test. Caches of programs see them.
+_FAST = {"xla_cpu_use_fusion_emitters": False}
+_options = compiler.get_compile_options
+
+
+def _options_of_the_test(*arguments: Any, **named: Any) -> Any:
+    if _is_fast:
+        named["env_options_overrides"] = {**_FAST, **(named["env_options_overrides"] or {})}
+    return _options(*arguments, **named)
+
+
+compiler.get_compile_options = _options_of_the_test
 
 
 def _is_optimized(item: pytest.Item) -> bool:
@@ -95,7 +110,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def fast() -> dict[str, str]:
     """The environment of a process whose programs are compiled fast, as those of tests are."""
-    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+    flags = [f"--{name}={value}".lower() for name, value in _FAST.items()]
+    return {
+        **os.environ,
+        "XLA_FLAGS": " ".join([os.environ["XLA_FLAGS"], *flags]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+    }
 
 
 @pytest.fixture
