@@ -29,8 +29,6 @@ from tests.gradients.cases import models as whole
 from tests.gradients.cases.tables import Table, joined, of_leaf
 from tests.tiers import by_method, curated
 
-pytestmark = pytest.mark.optimized
-
 SHARED: Table = {case.name: lambda name, case=case: case for case in models.all_cases()[:-1]}
 TABLES: dict[str, Table] = {
     **uses.FACTORED,
@@ -164,6 +162,7 @@ FACTORING = ["book_keeping", "ghost"]
 AT_ONCE = {"book_keeping": (), "ghost": (), "per_example": ("views",)}
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("name", "method"),
     [

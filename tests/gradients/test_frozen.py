@@ -10,8 +10,6 @@ import eqx_dp as dp
 from tests import models
 from tests.gradients import jitted
 
-pytestmark = pytest.mark.optimized
-
 
 def test_a_frozen_leaf_may_be_anything():
     model = {"w": jnp.ones(2), "table": jnp.arange(2), "name": "text"}

@@ -21,8 +21,6 @@ import eqx_dp as dp
 from tests import oracle
 from tests.sharding.losses import mesh_of
 
-pytestmark = pytest.mark.optimized
-
 METHODS = ["per_example", "book_keeping", "ghost"]
 PARAMS = jnp.asarray([1.0, -0.5, 2.0])
 EXAMPLES = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32)

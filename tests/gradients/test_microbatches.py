@@ -17,8 +17,6 @@ from tests.gradients import jitted
 from tests.sharding.losses import mesh_of
 from tests.tiers import curated
 
-pytestmark = pytest.mark.optimized
-
 NUM = 10
 MASKS = {
     "none real": [],
@@ -119,16 +117,22 @@ def test_a_loss_that_loops_until_done_ends_on_padding():
     assert float(grads) == pytest.approx(8.0, rel=1e-5)
 
 
-def test_a_step_is_traced_once():
-    """And not again for the shapes of its sums: that would double the time of tracing."""
-    traced = []
+def test_a_step_is_traced_once_and_is_not_run_on_padding_alone():
+    """Tracing it again for the shapes of its sums would double the time of tracing."""
+    traced, ran = [], []
 
     def step(examples, is_padding):
         traced.append(len(is_padding))
-        return examples[0].sum(), is_padding
+        jax.debug.callback(lambda mask: ran.append(int(np.sum(~mask))), is_padding)
+        return jnp.where(is_padding, 0, examples[0]).sum(), is_padding
 
-    total, _ = over_microbatches(step, [jnp.arange(10.0)], None, NUM, 3)
-    assert (float(total), traced) == (45, [3])
+    run = jax.jit(lambda x, padding: over_microbatches(step, [x], padding, NUM, 3))
+    for real in MASKS.values():
+        ran.clear()
+        total, _ = run(jnp.arange(10.0), padding_of(real))
+        jax.effects_barrier()
+        assert (float(total), sum(ran), len(ran)) == (sum(real), len(real), -(-len(real) // 3))
+    assert traced == [3]
 
 
 # On a mesh.

@@ -10,8 +10,6 @@ from tests import models, oracle
 from tests.gradients import jitted
 from tests.tiers import by_method
 
-pytestmark = pytest.mark.optimized
-
 TOLERANCE = 1e-5
 PADDING = np.array([False, True, False, False, True])
 KEY = jax.random.key(3)

@@ -15,8 +15,6 @@ from eqx_dp.programs import equations
 from eqx_dp.rewrites import channels_last
 from tests.sharding.losses import mesh_of
 
-pytestmark = pytest.mark.optimized
-
 
 def numbers(*shape, dtype=np.float32, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, shape), dtype)

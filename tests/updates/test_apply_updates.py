@@ -12,8 +12,6 @@ import eqx_dp as dp
 from eqx_dp.privacy import key_from_secret
 from tests.tiers import curated
 
-pytestmark = pytest.mark.optimized
-
 BF16 = jnp.bfloat16
 NEAREST = dp.parse_policy("p=bf16,c=bf16,o=f32")
 STOCHASTIC = dp.parse_policy("p=bf16,c=bf16,o=f32,rounding=stochastic")
@@ -42,6 +40,7 @@ def test_small_updates_add_up():
     assert found.std() < 0.05
 
 
+@pytest.mark.optimized
 def test_without_rounding_at_random_it_is_the_sum_rounded_once():
     leaf = jax.random.normal(jax.random.key(0), (100,)).astype(BF16)
     update = jax.random.normal(jax.random.key(1), (100,))
@@ -51,6 +50,7 @@ def test_without_rounding_at_random_it_is_the_sum_rounded_once():
         np.testing.assert_array_equal(found, (leaf.astype(jnp.float32) + update).astype(BF16))
 
 
+@pytest.mark.optimized
 def test_updates_are_added_in_the_accumulate_dtype():
     """A narrow update is widened before it is added, so that the sum is rounded once."""
     leaf, update = jnp.full(1000, 1, BF16), jnp.full(1000, 2.0**-9, BF16)
