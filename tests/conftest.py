@@ -111,12 +111,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def fast() -> dict[str, str]:
     """The environment of a process whose programs are compiled fast, as those of tests are."""
-    flags = [f"--{name}={value}".lower() for name, value in _FAST.items()]
-    return {
-        **os.environ,
-        "XLA_FLAGS": " ".join([os.environ["XLA_FLAGS"], *flags]),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-    }
+    added = [f"--{name}={value}".lower() for name, value in _FAST.items()]
+    flags = " ".join([os.environ["XLA_FLAGS"], *added])
+    return {**os.environ, "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
 
 
 @pytest.fixture
