@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ..device import is_cpu
 from ..isolation import of_one
 from ..precision import stage
 from ..rewrites import computed_once
@@ -121,27 +122,53 @@ def summed(
 def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
     """A stacked leaf's gradient; one slice at a time is scaled by powers of two, and copied."""
     (use,) = form.uses
-    inner, steps = use.inside(), math.prod(use.slices)
-    form_of_slice, scans = LeafForm(inner.shape, (inner,), form.dtype), len(use.slices)
-    stacked = jax.tree.map(lambda x: x.reshape(len(x), steps, *x.shape[1 + scans :]), pair)
+    form_of_slice, scans = _form_of_slice(use, form.dtype), len(use.slices)
+    steps = math.prod(use.slices)
 
-    def over_slices(of_slice: Callable[[LeafGradient], Array]) -> Array:
+    def steps_first(x: Array) -> Array:
+        x = jnp.moveaxis(x, 0, scans)  # as the scan returned it: nothing is copied
+        return x.reshape(steps, *x.shape[scans:])
+
+    stacked = jax.tree.map(steps_first, pair)
+
+    def over_slices(of_slice: Callable[[LeafGradient, Array], Array]) -> Array:
         def at(index: Array) -> Array:
-            taken = functools.partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
+            taken = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
             one = jax.tree.map(lambda x: taken(x, index), stacked)
-            return of_slice(leaf_gradient(form_of_slice, [one]))
+            return of_slice(leaf_gradient(form_of_slice, [one]), index)
 
         return jax.lax.map(at, jnp.arange(steps))
 
     def measure(leaf: LeafGradient) -> Float[Array, "batch 2"]:
         return jnp.stack(norm_and_bound([leaf], len(pair[1]), form.dtype), axis=-1)
 
-    def weighted(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
-        total = over_slices(lambda leaf: scattering(leaf.sum(factors, contributes)))
-        return scattering.stacked(total)
+    of_each = jnp.moveaxis(over_slices(lambda leaf, _: measure(leaf)), 0, 1)
 
-    of_each = jnp.moveaxis(over_slices(measure), 0, 1)
+    def weighted(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
+        def added(leaf: LeafGradient, index: Array) -> Array:
+            its = factors
+            if leaf.formed is not None:  # again, and it may be rounded otherwise
+                with stage("norm"):
+                    its = within(factors, measure(leaf)[:, 1], of_each[:, index, 1])
+            return scattering(leaf.sum(its, contributes & (its > 0)))
+
+        return scattering.stacked(over_slices(added))
+
     return LeafGradient(None, of_slices(of_each), weighted)
+
+
+def _form_of_slice(use: ParamUse, dtype: np.dtype[Any]) -> LeafForm:
+    """How the gradient of one iteration of the enclosing scans is found.
+
+    A leaf that is not formed takes copies of both sides, and two terms x terms matrices. Tensor
+    cores write and read these for more time than they multiply: there a formed leaf may take half
+    as much again. It is also added once, not as two parts, and its bound is hardly above its norm.
+    """
+    inner = use.inside()
+    terms, (_, features_in, features_out) = inner.terms, inner.matrices
+    factored = terms * (features_in + features_out + 2 * terms)
+    fewer = features_in * features_out < (1 if is_cpu() else 1.5) * factored
+    return LeafForm(inner.shape, (inner,), dtype, fewer and not inner.kind.is_one_hot)
 
 
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
@@ -269,12 +296,7 @@ class MeasuredUse(NamedTuple):
     @property
     def form(self) -> LeafForm:
         """How the operand's gradient is found, in one iteration of the enclosing scans."""
-        inner = self.use.inside()
-        terms, (_, features_in, features_out) = inner.terms, inner.matrices
-        # A leaf that is not formed takes copies of both sides, and two terms x terms matrices.
-        fewer = features_in * features_out < terms * (features_in + features_out + 2 * terms)
-        is_formed = fewer and not inner.kind.is_one_hot
-        return LeafForm(inner.shape, (inner,), self.dtype, is_formed)
+        return _form_of_slice(self.use, self.dtype)
 
     def tap(self) -> "Taps":
         """Zeros of the shapes of what is wanted."""

@@ -147,8 +147,8 @@ def sum_of_products(
     if x.shape[1] == 1:
         # Outputs first, as layers have it: otherwise the compiler copies x into another order.
         x, g = (side.reshape(-1, side.shape[-1]) for side in (x, g))
-        return contracted("nk,np->pk", x, g, weighted_parts(parts)).T[None]
-    return contracted("bgtk,bgtp->gkp", x, g, weighted_parts(parts))
+        return contracted("nk,np->pk", x, g, weighted_parts(parts), over=0).T[None]
+    return contracted("bgtk,bgtp->gkp", x, g, weighted_parts(parts), over=2)
 
 
 def weighted_parts(parts: int) -> tuple[int, int]:
@@ -192,11 +192,13 @@ def gram_norms(
     square, slack = (functools.reduce(jnp.add, x) for x in (square, slack))
     lengths = jnp.concatenate([x * y for x, y in zip(a, b, strict=True)], axis=-1)
     gross = norms(jnp.sum(lengths, axis=-1))
-    deepest = steps + 3 + 256 * bool(parts)  # tensor cores add many terms at once
-    in_sum = jnp.minimum((steps + 1) * gross, math.sqrt(deepest**3 / 3) * norms(lengths))
+    # Tensor cores add many terms at once, and all products of parts in one sum.
+    count, at_once = math.prod(weighted_parts(parts)) or 1, 256 * bool(parts)
+    by_depth = math.sqrt((count * steps + 3 + at_once) ** 3 / 3) * norms(lengths)
+    in_sum = jnp.minimum(count * (steps + 1) * gross, by_depth)
+    in_sum *= product_roundoff(dtype, parts=(min(parts, 1),) * 2)
     room = 9 / 8 if parts > 1 else 33 / 32
     bound = jnp.sqrt(jnp.maximum(square + room * slack, 0))
-    in_sum *= product_roundoff(dtype, parts=weighted_parts(parts))
     bound += room * (in_sum + SPLIT * bool(parts) * gross)
     bound = jnp.maximum(bound, least_share(dtype) * gross)
     return jnp.sqrt(jnp.maximum(square, 0)), bound * (1 + 8 * roundoff)

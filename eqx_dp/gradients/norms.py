@@ -63,10 +63,31 @@ def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, "
             squares = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=1) for x in flat]
             return jnp.sqrt(functools.reduce(jnp.add, squares)).astype(flat[0].dtype)
     # If the compiler folds a constant gradient, it squares before it divides: an overflow.
-    blocks = [_in_blocks(x) for x in jax.lax.optimization_barrier(flat)]
-    scale, inverse = power_of_two(functools.reduce(jnp.maximum, map(_largest, blocks)))
-    sums = [sum_in_blocks(jnp.sum(jnp.square(x * inverse[:, None, None]), axis=2)) for x in blocks]
-    return jnp.sqrt(sum_in_blocks(jnp.stack(sums, axis=1))) * scale
+    flat = jax.lax.optimization_barrier(flat)
+    if len(flat) == 1 and flat[0].shape[1] <= _longest():
+        return _scaled_norms(flat[0])
+    return _scaled_norms(jnp.concatenate([_of_ranges(x) for x in flat], axis=1))
+
+
+def _scaled_norms(x: Float[Array, "batch n"]) -> Float[Array, " batch"]:
+    scale, inverse = power_of_two(jnp.max(jnp.abs(x), axis=1, initial=0))
+    return jnp.sqrt(sum_in_blocks(jnp.square(x * inverse[:, None]))) * scale
+
+
+def _of_ranges(x: Float[Array, "batch n"]) -> Float[Array, "batch 3"]:
+    """The norms of the small entries, of the large ones and of all others, which may be NaN.
+
+    All are read once, whatever their scale (Blue, "A portable Fortran program to find the Euclidean
+    norm of a vector", 1978): no square of a range overflows or vanishes at the scale of the range.
+    """
+    most = int(jnp.finfo(x.dtype).maxexp)
+    limit, inverse = 2.0 ** (5 * most // 16), 2.0 ** (-45 * most // 64)
+    is_small, is_large = jnp.abs(x) < 1 / limit, jnp.abs(x) >= limit
+    # Not a known number for each range: the compiler would square that first, to zero.
+    squares = jnp.square(x * jnp.where(is_small, 1 / inverse, jnp.where(is_large, inverse, 1)))
+    ranges = (is_small, inverse), (is_large, 1 / inverse), (~(is_small | is_large), 1.0)
+    found = [jnp.sqrt(sum_in_blocks(jnp.where(mask, squares, 0))) * scale for mask, scale in ranges]
+    return jnp.stack(found, axis=1)
 
 
 def has_wide(dtype: np.dtype[Any]) -> bool:
@@ -78,17 +99,22 @@ def has_wide(dtype: np.dtype[Any]) -> bool:
     return dtype.itemsize < 8 and is_cpu()
 
 
-_BLOCK = 64
-"""Longer blocks are no faster on a CPU, and shorter ones are slower."""
+def _longest() -> int:
+    """The most terms of a sum.
+
+    More are no faster on a CPU, and fewer are slower. On a GPU each level of a sum is a kernel,
+    which takes as long to start as to run.
+    """
+    return 64 if is_cpu() else 1024
 
 
 def sum_in_blocks(x: Float[Array, "batch n"]) -> Float[Array, " batch"]:
-    """Sums each example's entries, never more than 64 at a time.
+    """Sums each example's entries, never more than `_longest` at a time.
 
     Barriers keep the compiler from merging the levels into one long sum, whose error would grow
     with its length.
     """
-    while x.shape[1] > _BLOCK:
+    while x.shape[1] > _longest():
         x = jax.lax.optimization_barrier(jnp.sum(_in_blocks(x), axis=2))
     return jnp.sum(x, axis=1)
 
@@ -103,11 +129,12 @@ def _in_blocks(x: Float[Array, "batch n"]) -> Float[Array, "batch blocks entry"]
 
 
 def _block(size: int) -> int:
-    """The length of blocks: one that divides the size, so that nothing has to be copied, or 64."""
-    if size <= _BLOCK:
+    """The length of blocks: one that divides the size, so that nothing has to be copied, if any."""
+    longest = _longest()
+    if size <= longest:
         return max(1, size)
-    divisors = [n for n in range(_BLOCK // 4, _BLOCK + 1) if size % n == 0]
-    return max(divisors, default=_BLOCK)
+    divisors = [n for n in range(longest // 4, longest + 1) if size % n == 0]
+    return max(divisors, default=longest)
 
 
 def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
@@ -122,14 +149,14 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
     three more make up for products of errors, and for 1 plus this error and its product with a
     norm.
 
-    Elsewhere a square is rounded once, and goes through sums of at most 64 terms, a sum a level.
-    The root costs 4; two more make up for products of errors, and for squares that vanish beside
-    the largest.
+    Elsewhere a square is rounded once, and goes through sums of at most `_longest` terms, a sum a
+    level. So do the squares of three ranges of every part. Each of the two roots costs 4; two more
+    make up for products of errors, and for squares that vanish beside the largest.
     """
     if has_wide(np.dtype(dtype)):
         return 4 * unit_roundoff(dtype) + (size * parts + 10) / 2 * unit_roundoff(np.dtype("f8"))
-    roundings = 1 + roundings_in_blocks(size) + roundings_in_blocks(parts)
-    return (roundings / 2 + 6) * unit_roundoff(dtype)
+    roundings = 2 + roundings_in_blocks(size) + roundings_in_blocks(3 * parts)
+    return (roundings / 2 + 10) * unit_roundoff(dtype)
 
 
 def roundings_in_blocks(size: int) -> int:
@@ -196,27 +223,31 @@ SPLIT = 2.0**-17
 def in_parts(x: Float[Array, "*n"], parts: int) -> list[Array]:
     """Splits float32 numbers into bfloat16 numbers that add up to them: exactly, or to `SPLIT`.
 
-    A compiler may leave out a cast to bfloat16 and back, but not `reduce_precision`.
+    A compiler may leave out a cast to bfloat16 and back, but not `reduce_precision`. A cast that it
+    leaves out of the last part loses nothing.
     """
-    if x.dtype == jnp.bfloat16:
-        return [x]
+    if parts == 1:
+        return [x.astype(jnp.bfloat16)]
     part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    others = in_parts(x - part, parts - 1) if parts > 1 else []
-    return [part.astype(jnp.bfloat16), *others]
+    return [part.astype(jnp.bfloat16), *in_parts(x - part, parts - 1)]
 
 
-def contracted(pattern: str, x: Array, y: Array, parts: tuple[int, int]) -> Float[Array, "..."]:
-    """An einsum of float32 or float64 arrays: at `PRECISION`, or of bfloat16 parts, in float32."""
+def contracted(
+    pattern: str, x: Array, y: Array, parts: tuple[int, int], over: int | None = None
+) -> Float[Array, "..."]:
+    """An einsum of float32 or float64 arrays: at `PRECISION`, or of bfloat16 parts, in float32.
+
+    The products of parts are added, small ones first; or they are one sum, if `over` names an axis
+    of both that is summed over. Nothing is then written for each pair of parts.
+    """
     if 0 in parts:
         return jnp.einsum(pattern, x, y, precision=PRECISION)
     with in_narrow_product():
-        pairs = itertools.product(in_parts(x, parts[0]), in_parts(y, parts[1]))
+        pairs = list(itertools.product(in_parts(x, parts[0]), in_parts(y, parts[1])))
+        if over is not None:
+            pairs = [[jnp.concatenate(its, over) for its in zip(*pairs, strict=True)]]
         terms = [jnp.einsum(pattern, *pair, preferred_element_type=jnp.float32) for pair in pairs]
-    return functools.reduce(jnp.add, reversed(terms))  # small ones first
-
-
-def _largest(x: Float[Array, "batch blocks entry"]) -> Float[Array, " batch"]:
-    return jnp.max(jnp.abs(x), axis=(1, 2), initial=0)
+    return functools.reduce(jnp.add, reversed(terms))
 
 
 def exponent_of(size: Float[Array, "*n"]) -> Int[Array, "*n"]:
