@@ -147,8 +147,8 @@ def sum_of_products(
     if x.shape[1] == 1:
         # Outputs first, as layers have it: otherwise the compiler copies x into another order.
         x, g = (side.reshape(-1, side.shape[-1]) for side in (x, g))
-        return contracted("nk,np->pk", x, g, weighted_parts(parts), over=0).T[None]
-    return contracted("bgtk,bgtp->gkp", x, g, weighted_parts(parts), over=2)
+        return contracted("nk,np->pk", x, g, weighted_parts(parts)).T[None]
+    return contracted("bgtk,bgtp->gkp", x, g, weighted_parts(parts))
 
 
 def weighted_parts(parts: int) -> tuple[int, int]:
@@ -164,7 +164,6 @@ def gram_norms(
     The terms are those of `to_common_scale`. What is added is the weighted sum as it is computed:
     g rounded after its multiplication by the factor, products, and sums over n.
     """
-    dtype = np.dtype(dtype)
     roundoff = product_roundoff(dtype)
     inner = product_roundoff(dtype, parts=(parts, parts))
     steps = sum(use.time for use in uses)
@@ -182,23 +181,20 @@ def gram_norms(
     square, slack = [], []
     for (i, j), (inner_a, inner_b) in grams.items():
         twice = 1 if i == j else 2
-        batch = inner_a.shape[0]
         rho = (roundings_in_blocks(inner_a[0].size) + 7 + len(grams)) * roundoff
         aa, bb = (x[i][..., :, None] * x[j][..., None, :] for x in (a, b))
         error = (alpha * aa + rho * abs(inner_a)) * abs(inner_b)
         error += beta * bb * (abs(inner_a) + alpha * aa)
-        square.append(twice * sum_in_blocks((inner_a * inner_b).reshape(batch, -1)))
-        slack.append(twice * sum_in_blocks(error.reshape(batch, -1)))
+        square.append(twice * sum_in_blocks(inner_a * inner_b))
+        slack.append(twice * sum_in_blocks(error))
     square, slack = (functools.reduce(jnp.add, x) for x in (square, slack))
     lengths = jnp.concatenate([x * y for x, y in zip(a, b, strict=True)], axis=-1)
     gross = norms(jnp.sum(lengths, axis=-1))
-    # Tensor cores add many terms at once, and all products of parts in one sum.
-    count, at_once = math.prod(weighted_parts(parts)) or 1, 256 * bool(parts)
-    by_depth = math.sqrt((count * steps + 3 + at_once) ** 3 / 3) * norms(lengths)
-    in_sum = jnp.minimum(count * (steps + 1) * gross, by_depth)
-    in_sum *= product_roundoff(dtype, parts=(min(parts, 1),) * 2)
+    deepest = steps + 3 + 256 * bool(parts)  # tensor cores add many terms at once
+    in_sum = jnp.minimum((steps + 1) * gross, math.sqrt(deepest**3 / 3) * norms(lengths))
     room = 9 / 8 if parts > 1 else 33 / 32
     bound = jnp.sqrt(jnp.maximum(square + room * slack, 0))
+    in_sum *= product_roundoff(dtype, parts=weighted_parts(parts))
     bound += room * (in_sum + SPLIT * bool(parts) * gross)
     bound = jnp.maximum(bound, least_share(dtype) * gross)
     return jnp.sqrt(jnp.maximum(square, 0)), bound * (1 + 8 * roundoff)
@@ -267,8 +263,6 @@ def _roundings(side: Side, parts: int) -> int:
     if isinstance(side, OneHot):
         return 0
     features = side.shape[-1]
-    if side.shape[2] == 1:
-        return 1 + roundings_in_blocks(features)
     block = _block(features, parts)
     return min(features, block) + -(-features // block) - 1
 
@@ -285,8 +279,6 @@ def _inner_products(
         taken = jnp.take_along_axis(x, y.rows[..., None, :], axis=-1, mode="clip")
         return taken.astype(dtype)
     size, block = x.shape[-1], _block(x.shape[-1], parts)
-    if x.shape[2] == y.shape[2] == 1:
-        return sum_in_blocks((x * y).reshape(-1, size)).reshape(*x.shape[:2], 1, 1)
 
     # The barrier stops the compiler from continuing the sum of one block in the next.
     def of_block(start: Any, length: int) -> Array:

@@ -29,15 +29,16 @@ from ..device import platform as made_for_platform
 from ..precision.stages import in_narrow_product
 
 
-def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
+def norms(*parts: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
     """The L2 norm of each example's gradient, at any scale.
 
-    Squares of entries beyond the square root of the dtype's range overflow, or vanish. So each
-    example is first divided by a power of two near its largest entry; entries whose squares vanish
-    then are too small beside that one to count.
+    Squares of entries beyond the square root of the dtype's range overflow, or vanish. So they are
+    taken at another scale. So is all of a gradient with few entries: it is divided by a power of
+    two near its largest entry; entries whose squares vanish then are too small beside that one to
+    count.
 
     Args:
-        gradients: one gradient per example, in the accumulate dtype.
+        *parts: one gradient per example, in the accumulate dtype, in one array or in several.
 
     Returns:
         One norm per example, in the same dtype.
@@ -50,31 +51,24 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
         | norm beyond the dtype's range | inf |
         | NaN or infinity among them | NaN or inf |
     """
-    return norms_of_parts([gradients])
-
-
-def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, " batch"]:
-    """One norm per example, of gradients that are given in parts, one array per leaf."""
-    flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in parts]
-    if len(flat) == 1 and flat[0].shape[1] == 1:
-        return jnp.abs(flat[0][:, 0])
-    if has_wide(flat[0].dtype):
+    sizes, dtype = [math.prod(x.shape[1:]) for x in parts], parts[0].dtype
+    if sizes == [1]:
+        return jnp.abs(parts[0].reshape(-1))
+    if has_wide(dtype):
         with jax.enable_x64(True):
+            flat = [x.reshape(len(x), size) for x, size in zip(parts, sizes, strict=True)]
             squares = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=1) for x in flat]
-            return jnp.sqrt(functools.reduce(jnp.add, squares)).astype(flat[0].dtype)
+            return jnp.sqrt(functools.reduce(jnp.add, squares)).astype(dtype)
     # If the compiler folds a constant gradient, it squares before it divides: an overflow.
-    flat = jax.lax.optimization_barrier(flat)
-    if len(flat) == 1 and flat[0].shape[1] <= _longest():
-        return _scaled_norms(flat[0])
-    return _scaled_norms(jnp.concatenate([_of_ranges(x) for x in flat], axis=1))
+    parts = jax.lax.optimization_barrier(parts)
+    found = parts[0].reshape(len(parts[0]), sizes[0])
+    if len(parts) > 1 or sizes[0] > _block(sizes[0]):
+        found = jnp.concatenate([_of_ranges(x) for x in parts], axis=1)
+    scale, inverse = power_of_two(jnp.max(jnp.abs(found), axis=1, initial=0))
+    return jnp.sqrt(sum_in_blocks(jnp.square(found * inverse[:, None]))) * scale
 
 
-def _scaled_norms(x: Float[Array, "batch n"]) -> Float[Array, " batch"]:
-    scale, inverse = power_of_two(jnp.max(jnp.abs(x), axis=1, initial=0))
-    return jnp.sqrt(sum_in_blocks(jnp.square(x * inverse[:, None]))) * scale
-
-
-def _of_ranges(x: Float[Array, "batch n"]) -> Float[Array, "batch 3"]:
+def _of_ranges(x: Float[Array, "batch ..."]) -> Float[Array, "batch 3"]:
     """The norms of the small entries, of the large ones and of all others, which may be NaN.
 
     All are read once, whatever their scale (Blue, "A portable Fortran program to find the Euclidean
@@ -99,42 +93,33 @@ def has_wide(dtype: np.dtype[Any]) -> bool:
     return dtype.itemsize < 8 and is_cpu()
 
 
-def _longest() -> int:
-    """The most terms of a sum.
+def sum_in_blocks(x: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
+    """Sums each example's entries, a block at a time, then the sums of blocks, and so on.
+
+    Barriers keep the compiler from merging the levels into one long sum, whose error would grow
+    with its length. A TPU copies matrices to flatten them: there it is better to add rows first.
+    """
+    if x.ndim > 2 and x.shape[-2] % _ROWS == 0 and not has_float64():
+        rows = x.reshape(*x.shape[:-2], x.shape[-2] // _ROWS, _ROWS, x.shape[-1])
+        x = jax.lax.optimization_barrier(jnp.sum(rows, axis=-2))
+    x = x.reshape(len(x), math.prod(x.shape[1:]))
+    while (entries := _block(x.shape[1])) < x.shape[1]:
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % entries)))
+        blocks = x.reshape(len(x), x.shape[1] // entries, entries)
+        x = jax.lax.optimization_barrier(jnp.sum(blocks, axis=2))
+    return jnp.sum(x, axis=1)
+
+
+_ROWS = 256  # a multiple of those that a TPU has in a tile
+
+
+def _block(size: int) -> int:
+    """How many of so many entries are added at once.
 
     More are no faster on a CPU, and fewer are slower. On a GPU each level of a sum is a kernel,
     which takes as long to start as to run.
     """
-    return 64 if is_cpu() else 1024
-
-
-def sum_in_blocks(x: Float[Array, "batch n"]) -> Float[Array, " batch"]:
-    """Sums each example's entries, never more than `_longest` at a time.
-
-    Barriers keep the compiler from merging the levels into one long sum, whose error would grow
-    with its length.
-    """
-    while x.shape[1] > _longest():
-        x = jax.lax.optimization_barrier(jnp.sum(_in_blocks(x), axis=2))
-    return jnp.sum(x, axis=1)
-
-
-def _in_blocks(x: Float[Array, "batch n"]) -> Float[Array, "batch blocks entry"]:
-    """Each example's entries in blocks of one length, filled up with zeros where need be."""
-    batch, size = x.shape
-    entries = _block(size)
-    blocks = -(-size // entries)
-    x = jnp.pad(x, ((0, 0), (0, blocks * entries - size)))
-    return x.reshape(batch, blocks, entries)
-
-
-def _block(size: int) -> int:
-    """The length of blocks: one that divides the size, so that nothing has to be copied, if any."""
-    longest = _longest()
-    if size <= longest:
-        return max(1, size)
-    divisors = [n for n in range(longest // 4, longest + 1) if size % n == 0]
-    return max(divisors, default=longest)
+    return min(max(1, size), 64 if is_cpu() else 1024)
 
 
 def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
@@ -149,9 +134,9 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
     three more make up for products of errors, and for 1 plus this error and its product with a
     norm.
 
-    Elsewhere a square is rounded once, and goes through sums of at most `_longest` terms, a sum a
-    level. So do the squares of three ranges of every part. Each of the two roots costs 4; two more
-    make up for products of errors, and for squares that vanish beside the largest.
+    Elsewhere a square is rounded once, and goes through a sum a level (`sum_in_blocks`). So do the
+    squares of the norms of three ranges of every part. Each of the two roots costs 4; two more make
+    up for products of errors, and for squares that vanish beside the largest.
     """
     if has_wide(np.dtype(dtype)):
         return 4 * unit_roundoff(dtype) + (size * parts + 10) / 2 * unit_roundoff(np.dtype("f8"))
@@ -160,8 +145,8 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
 
 
 def roundings_in_blocks(size: int) -> int:
-    """How many roundings a term goes through in `sum_in_blocks`."""
-    roundings = 0
+    """How many roundings a term goes through in `sum_in_blocks` at most."""
+    roundings = 0 if has_float64() or size < _ROWS else _ROWS
     while size > 1:
         entries = _block(size)
         roundings += entries - 1
@@ -232,22 +217,14 @@ def in_parts(x: Float[Array, "*n"], parts: int) -> list[Array]:
     return [part.astype(jnp.bfloat16), *in_parts(x - part, parts - 1)]
 
 
-def contracted(
-    pattern: str, x: Array, y: Array, parts: tuple[int, int], over: int | None = None
-) -> Float[Array, "..."]:
-    """An einsum of float32 or float64 arrays: at `PRECISION`, or of bfloat16 parts, in float32.
-
-    The products of parts are added, small ones first; or they are one sum, if `over` names an axis
-    of both that is summed over. Nothing is then written for each pair of parts.
-    """
+def contracted(pattern: str, x: Array, y: Array, parts: tuple[int, int]) -> Float[Array, "..."]:
+    """An einsum of float32 or float64 arrays: at `PRECISION`, or of bfloat16 parts, in float32."""
     if 0 in parts:
         return jnp.einsum(pattern, x, y, precision=PRECISION)
     with in_narrow_product():
-        pairs = list(itertools.product(in_parts(x, parts[0]), in_parts(y, parts[1])))
-        if over is not None:
-            pairs = [[jnp.concatenate(its, over) for its in zip(*pairs, strict=True)]]
+        pairs = itertools.product(in_parts(x, parts[0]), in_parts(y, parts[1]))
         terms = [jnp.einsum(pattern, *pair, preferred_element_type=jnp.float32) for pair in pairs]
-    return functools.reduce(jnp.add, reversed(terms))
+    return functools.reduce(jnp.add, reversed(terms))  # small ones first
 
 
 def exponent_of(size: Float[Array, "*n"]) -> Int[Array, "*n"]:

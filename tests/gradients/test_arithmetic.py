@@ -15,7 +15,6 @@ import eqx_dp as dp
 from eqx_dp.gradients import blocks, leaves, norms
 from eqx_dp.gradients.clip import clip_factors
 from eqx_dp.gradients.gram import OuterProducts, gram_norms, row_norms, sum_of_products
-from eqx_dp.gradients.norms import norm_error, norms_of_parts
 from tests.gradients.arithmetic import Machine, U
 from tests.tiers import curated
 
@@ -98,10 +97,10 @@ def test_norms_of_parts(up, platform, shape, monkeypatch):
     parts = [rng.normal(size=(50, n)).astype(np.float32) * np.float32(10.0**-i)
              for i, n in enumerate(sizes)]  # fmt: skip
     exact = np.linalg.norm(np.concatenate(parts, 1).astype(np.float64), axis=1)
-    error = norm_error(max(sizes), np.dtype("float32"), len(sizes))
+    error = norms.norm_error(max(sizes), np.dtype("float32"), len(sizes))
     for seed in range(3):
         # Another function each time: JAX would give the program that it traced for a CPU.
-        found = np.float64(Machine(up, seed=seed)(lambda *parts: norms_of_parts(parts), *parts))
+        found = np.float64(Machine(up, seed=seed)(lambda *parts: norms.norms(*parts), *parts))
         assert (np.abs(found - exact) <= error * exact).all()
 
 
