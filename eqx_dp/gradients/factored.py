@@ -129,30 +129,32 @@ def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
     """A stacked leaf's gradient; one slice at a time is scaled by powers of two, and copied."""
     (use,) = form.uses
     form_of_slice, scans = _form_of_slice(use, form.dtype), len(use.slices)
+    steps = math.prod(use.slices)
     # Slices first, as the scan returned them: nothing is copied.
     first = jax.tree.map(lambda x: jnp.moveaxis(x, 0, scans), pair)
-    stacked = jax.tree.map(lambda x: x.reshape(math.prod(use.slices), *x.shape[scans:]), first)
+    stacked = jax.tree.map(lambda x: x.reshape(steps, *x.shape[scans:]), first)
 
-    def over_slices(of_slice: Callable[..., Array], *beside: Array) -> Array:
-        def at(its: tuple[Any, ...]) -> Array:
-            return of_slice(leaf_gradient(form_of_slice, [its[0]]), *its[1:])
+    def over_slices(of_slice: Callable[[LeafGradient, Array], Array]) -> Array:
+        def at(index: Array) -> Array:
+            one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), stacked)
+            return of_slice(leaf_gradient(form_of_slice, [one]), index)
 
-        return jax.lax.map(at, (stacked, *beside))
+        return jax.lax.map(at, jnp.arange(steps))
 
     def measure(leaf: LeafGradient) -> Float[Array, "batch 2"]:
         return jnp.stack(norm_and_bound([leaf], len(pair[1]), form.dtype), axis=-1)
 
-    of_each = over_slices(measure)
+    of_each = over_slices(lambda leaf, _: measure(leaf))
 
     def weighted(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
-        def added(leaf: LeafGradient, limits: Float[Array, " batch"]) -> Array:
+        def added(leaf: LeafGradient, index: Array) -> Array:
             its = factors
             if leaf.formed is not None:  # again, and it may be rounded otherwise
                 with stage("norm"):
-                    its = within(factors, measure(leaf)[:, 1], limits)
+                    its = within(factors, measure(leaf)[:, 1], of_each[index, :, 1])
             return scattering(leaf.sum(its, contributes & (its > 0)))
 
-        return scattering.stacked(over_slices(added, of_each[..., 1]))
+        return scattering.stacked(over_slices(added))
 
     return LeafGradient(None, of_slices(jnp.moveaxis(of_each, 0, 1)), weighted)
 

@@ -104,6 +104,22 @@ def test_norms_of_parts(up, platform, shape, monkeypatch):
         assert (np.abs(found - exact) <= error * exact).all()
 
 
+@pytest.mark.parametrize("scales", [(0,), (1e-30,), (1e-36, 1e-25, 1), (1, 1e15, 1e30)], ids=str)
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_norms_at_any_scale_on_accelerators(platform, scales, monkeypatch):
+    """There an array is read once; each of three ranges of its entries has a scale."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    rng = np.random.default_rng(4)
+    x = np.float32(rng.normal(size=(4, 512, 5)) * rng.choice(scales, (4, 512, 5)))
+    exact = np.linalg.norm(x.reshape(4, -1).astype(np.float64), axis=1)
+    x[2, 0, 0], x[3, 9, 3] = np.nan, -np.inf
+    found = np.float64(jax.jit(lambda x: norms.norms(x))(x))
+    error = norms.norm_error(x[0].size, np.dtype("float32"))
+    assert (np.abs(found - exact)[:2] <= error * exact[:2]).all()
+    assert np.isnan(found[2])
+    assert found[3] == np.inf
+
+
 def hostile_products(kind, time=9, examples=20):
     rng = np.random.default_rng(3)
     x, g = rng.normal(size=(examples, 1, time, 6)), rng.normal(size=(examples, 1, time, 4))
