@@ -129,17 +129,16 @@ def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
     """A stacked leaf's gradient; one slice at a time is scaled by powers of two, and copied."""
     (use,) = form.uses
     form_of_slice, scans = _form_of_slice(use, form.dtype), len(use.slices)
-    steps = math.prod(use.slices)
     # Slices first, as the scan returned them: nothing is copied.
     first = jax.tree.map(lambda x: jnp.moveaxis(x, 0, scans), pair)
-    stacked = jax.tree.map(lambda x: x.reshape(steps, *x.shape[scans:]), first)
+    stacked = jax.tree.map(lambda x: x.reshape(math.prod(use.slices), *x.shape[scans:]), first)
 
     def over_slices(of_slice: Callable[[LeafGradient, Array], Array]) -> Array:
         def at(index: Array) -> Array:
             one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), stacked)
             return of_slice(leaf_gradient(form_of_slice, [one]), index)
 
-        return jax.lax.map(at, jnp.arange(steps))
+        return jax.lax.map(at, jnp.arange(math.prod(use.slices)))
 
     def measure(leaf: LeafGradient) -> Float[Array, "batch 2"]:
         return jnp.stack(norm_and_bound([leaf], len(pair[1]), form.dtype), axis=-1)
