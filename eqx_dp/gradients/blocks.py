@@ -6,7 +6,6 @@ move. `Prepared.drift` bounds what rounding may still move. `privacy/finite_prec
 proof.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
@@ -31,7 +30,10 @@ Operands = TypeVar("Operands")
 
 
 def in_blocks(
-    function: Callable[[Operands], Array], operands: Operands, dtype: np.dtype[Any]
+    function: Callable[[Operands], Array],
+    operands: Operands,
+    dtype: np.dtype[Any],
+    block: int = BLOCK,
 ) -> Array:
     """The sum over a batch, of those of its blocks.
 
@@ -39,23 +41,22 @@ def in_blocks(
         function: from a block of the operands to its sum.
         operands: arrays with examples in front.
         dtype: of the sum.
+        block: the examples of a block, at most `BLOCK`.
     """
     batch = jax.tree.leaves(operands)[0].shape[0]
-    if batch <= BLOCK:
+    if batch <= block:
         return function(operands)
 
     def of_block(start: Any, length: int) -> Array:
-        taken = functools.partial(
-            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length
-        )
-        return function(jax.tree.map(taken, operands))
+        its = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), operands)
+        return function(its)
 
-    first, count = batch % BLOCK or BLOCK, -(-batch // BLOCK)
+    first, count = batch % block or block, -(-batch // block)
     one = of_block(0, first)
     total = added(nothing(one, count, batch), one)
     # In a loop: unrolled, all sums are in memory at once, which takes half as long again.
     return jax.lax.fori_loop(
-        1, count, lambda i, total: added(total, of_block(first + (i - 1) * BLOCK, BLOCK)), total
+        1, count, lambda i, total: added(total, of_block(first + (i - 1) * block, block)), total
     )[0].astype(dtype)
 
 

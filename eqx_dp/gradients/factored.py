@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ..device import is_cpu
 from ..isolation import of_one
 from ..precision import stage
 from ..rewrites import computed_once
 from ..sharding import evaluated_whole, whole
-from .blocks import in_blocks
+from .blocks import BLOCK, in_blocks
 from .gram import (
     OneHot,
     OuterProducts,
@@ -33,8 +34,8 @@ from .gram import (
     sum_of_products,
     to_common_scale,
 )
-from .leaves import LeafGradient, Measure, combined, norm_and_bound
-from .norms import contracted, halves, norm_error, norms, unit_roundoff, without_subnormal
+from .leaves import LeafGradient, Measure, combined, norm_and_bound, of_slices
+from .norms import contracted, halves, has_float64, unit_roundoff, without_subnormal
 from .uses import Member, ParamUse, Scattering, overlaps, parts_of_uses
 
 Pair: TypeAlias = tuple[Any, Array]
@@ -115,33 +116,60 @@ def summed(
                 sums.append(use.to_parameter(weighted(use, x, g, weights, contributes, parts)))
         return functools.reduce(jnp.add, sums)
 
-    return in_blocks(of_block, (held, factors, contributes), form.dtype)
+    largest = max(math.prod(x.shape[1:]) for x in jax.tree.leaves(held))
+    block = BLOCK if has_float64() else max(1, min(BLOCK, _AT_ONCE // largest))
+    return in_blocks(of_block, (held, factors, contributes), form.dtype, block)
+
+
+_AT_ONCE = 2**25
+"""Entries of one side that a TPU splits at once: in float32, then in parts, which it all writes."""
 
 
 def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
     """A stacked leaf's gradient; one slice at a time is scaled by powers of two, and copied."""
     (use,) = form.uses
-    inner, steps = use.inside(), math.prod(use.slices)
-    form_of_slice, scans = LeafForm(inner.shape, (inner,), form.dtype), len(use.slices)
-    stacked = jax.tree.map(lambda x: x.reshape(len(x), steps, *x.shape[1 + scans :]), pair)
+    form_of_slice, scans = _form_of_slice(use, form.dtype), len(use.slices)
+    # Slices first, as the scan returned them: nothing is copied.
+    first = jax.tree.map(lambda x: jnp.moveaxis(x, 0, scans), pair)
+    stacked = jax.tree.map(lambda x: x.reshape(math.prod(use.slices), *x.shape[scans:]), first)
 
-    def over_slices(of_slice: Callable[[LeafGradient], Array]) -> Array:
+    def over_slices(of_slice: Callable[[LeafGradient, Array], Array]) -> Array:
         def at(index: Array) -> Array:
-            taken = functools.partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
-            one = jax.tree.map(lambda x: taken(x, index), stacked)
-            return of_slice(leaf_gradient(form_of_slice, [one]))
+            one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), stacked)
+            return of_slice(leaf_gradient(form_of_slice, [one]), index)
 
-        return jax.lax.map(at, jnp.arange(steps))
+        return jax.lax.map(at, jnp.arange(math.prod(use.slices)))
 
     def measure(leaf: LeafGradient) -> Float[Array, "batch 2"]:
         return jnp.stack(norm_and_bound([leaf], len(pair[1]), form.dtype), axis=-1)
 
-    def weighted(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
-        total = over_slices(lambda leaf: scattering(leaf.sum(factors, contributes)))
-        return scattering.stacked(total)
+    of_each = over_slices(lambda leaf, _: measure(leaf))
 
-    of_each = jnp.moveaxis(over_slices(measure), 0, 1)
-    return LeafGradient(None, of_slices(of_each), weighted)
+    def weighted(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
+        def added(leaf: LeafGradient, index: Array) -> Array:
+            its = factors
+            if leaf.formed is not None:  # again, and it may be rounded otherwise
+                with stage("norm"):
+                    its = within(factors, measure(leaf)[:, 1], of_each[index, :, 1])
+            return scattering(leaf.sum(its, contributes & (its > 0)))
+
+        return scattering.stacked(over_slices(added))
+
+    return LeafGradient(None, of_slices(jnp.moveaxis(of_each, 0, 1)), weighted)
+
+
+def _form_of_slice(use: ParamUse, dtype: np.dtype[Any]) -> LeafForm:
+    """How the gradient of one iteration of the enclosing scans is found.
+
+    A leaf that is not formed takes copies of both sides, and two terms x terms matrices. Tensor
+    cores write and read these for more time than they multiply: there a formed leaf may take half
+    as much again. It is also added once, not as two parts, and its bound is hardly above its norm.
+    """
+    inner = use.inside()
+    terms, (_, features_in, features_out) = inner.terms, inner.matrices
+    factored = terms * (features_in + features_out + 2 * terms)
+    fewer = features_in * features_out < (1 if is_cpu() else 1.5) * factored
+    return LeafForm(inner.shape, (inner,), dtype, fewer and not inner.kind.is_one_hot)
 
 
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
@@ -266,19 +294,9 @@ class MeasuredUse(NamedTuple):
     dtype: np.dtype[Any]
     scattering: Scattering | None
 
-    @property
-    def form(self) -> LeafForm:
-        """How the operand's gradient is found, in one iteration of the enclosing scans."""
-        inner = self.use.inside()
-        terms, (_, features_in, features_out) = inner.terms, inner.matrices
-        # A leaf that is not formed takes copies of both sides, and two terms x terms matrices.
-        fewer = features_in * features_out < terms * (features_in + features_out + 2 * terms)
-        is_formed = fewer and not inner.kind.is_one_hot
-        return LeafForm(inner.shape, (inner,), self.dtype, is_formed)
-
     def tap(self) -> "Taps":
         """Zeros of the shapes of what is wanted."""
-        part = self.form.shape if self.scattering is None else self.scattering.part
+        part = self.use.inside().shape if self.scattering is None else self.scattering.part
         shapes = (2,), part
         return Taps(*(jnp.zeros((*self.use.slices, *shape), self.dtype) for shape in shapes))
 
@@ -354,7 +372,7 @@ def _answers(at: MeasuredUse) -> Callable[..., tuple[Array, Array]]:
 
     def measured_leaf(residual: Any, cotangent: Array) -> tuple[LeafGradient, Measure]:
         with stage("norm"):
-            leaf = leaf_gradient(at.form, [(residual, cotangent)])
+            leaf = leaf_gradient(_form_of_slice(at.use, at.dtype), [(residual, cotangent)])
             return leaf, norm_and_bound([leaf], len(cotangent), at.dtype)
 
     def added(operands: Any) -> Array:
@@ -388,10 +406,3 @@ def within(
     reach = limits * (1 - 24 * unit_roundoff(factors.dtype))
     ratio = reach / jnp.maximum(jnp.maximum(bounds, reach), jnp.finfo(factors.dtype).tiny)
     return without_subnormal(jnp.where(jnp.isfinite(bounds), factors * ratio, 0))
-
-
-def of_slices(measured: Float[Array, "batch *slices 2"]) -> Measure:
-    """Norm and bound of a stacked parameter from those of its slices."""
-    batch = measured.shape[0]
-    norm, bound = (norms(measured[..., i].reshape(batch, -1)) for i in range(2))
-    return norm, bound * (1 + norm_error(measured[0, ..., 0].size, measured.dtype))

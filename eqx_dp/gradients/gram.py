@@ -164,7 +164,6 @@ def gram_norms(
     The terms are those of `to_common_scale`. What is added is the weighted sum as it is computed:
     g rounded after its multiplication by the factor, products, and sums over n.
     """
-    dtype = np.dtype(dtype)
     roundoff = product_roundoff(dtype)
     inner = product_roundoff(dtype, parts=(parts, parts))
     steps = sum(use.time for use in uses)
@@ -182,13 +181,12 @@ def gram_norms(
     square, slack = [], []
     for (i, j), (inner_a, inner_b) in grams.items():
         twice = 1 if i == j else 2
-        batch = inner_a.shape[0]
         rho = (roundings_in_blocks(inner_a[0].size) + 7 + len(grams)) * roundoff
         aa, bb = (x[i][..., :, None] * x[j][..., None, :] for x in (a, b))
         error = (alpha * aa + rho * abs(inner_a)) * abs(inner_b)
         error += beta * bb * (abs(inner_a) + alpha * aa)
-        square.append(twice * sum_in_blocks((inner_a * inner_b).reshape(batch, -1)))
-        slack.append(twice * sum_in_blocks(error.reshape(batch, -1)))
+        square.append(twice * sum_in_blocks(inner_a * inner_b))
+        slack.append(twice * sum_in_blocks(error))
     square, slack = (functools.reduce(jnp.add, x) for x in (square, slack))
     lengths = jnp.concatenate([x * y for x, y in zip(a, b, strict=True)], axis=-1)
     gross = norms(jnp.sum(lengths, axis=-1))
@@ -265,8 +263,6 @@ def _roundings(side: Side, parts: int) -> int:
     if isinstance(side, OneHot):
         return 0
     features = side.shape[-1]
-    if side.shape[2] == 1:
-        return 1 + roundings_in_blocks(features)
     block = _block(features, parts)
     return min(features, block) + -(-features // block) - 1
 
@@ -283,8 +279,6 @@ def _inner_products(
         taken = jnp.take_along_axis(x, y.rows[..., None, :], axis=-1, mode="clip")
         return taken.astype(dtype)
     size, block = x.shape[-1], _block(x.shape[-1], parts)
-    if x.shape[2] == y.shape[2] == 1:
-        return sum_in_blocks((x * y).reshape(-1, size)).reshape(*x.shape[:2], 1, 1)
 
     # The barrier stops the compiler from continuing the sum of one block in the next.
     def of_block(start: Any, length: int) -> Array:

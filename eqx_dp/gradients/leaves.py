@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..device import is_cpu
 from .blocks import in_blocks
-from .norms import PRECISION, norm_error, norms, norms_of_parts
+from .norms import PRECISION, norm_error, norms
 
 Measure: TypeAlias = tuple[Float[Array, " batch"], Float[Array, " batch"]]
 """The norm of each example's gradient as it was computed, and an upper bound on the true norm of
@@ -69,14 +69,20 @@ def combined(measures: Sequence[Measure], batch: int, dtype: np.dtype[Any]) -> M
     if len(measures) == 1:
         return measures[0]
     zero = jnp.zeros(batch, dtype)
-    parts = zip((zero, zero), *measures, strict=True)
-    norm, bound = (norms(jnp.stack(part, axis=-1)) for part in parts)
-    return norm, bound * (1 + norm_error(len(measures), dtype))
+    each = [jnp.stack(measure, axis=-1) for measure in ((zero, zero), *measures)]
+    return of_slices(jnp.stack(each, axis=1))
+
+
+def of_slices(measured: Float[Array, "batch *slices 2"]) -> Measure:
+    """Norm and bound of a stacked parameter from those of its slices."""
+    batch = measured.shape[0]
+    norm, bound = (norms(measured[..., i].reshape(batch, -1)) for i in range(2))
+    return norm, bound * (1 + norm_error(measured[0, ..., 0].size, measured.dtype))
 
 
 @jax.jit
 def _of_formed(grads: list[Float[Array, "batch ..."]]) -> Measure:
-    norm = norms_of_parts(grads)
+    norm = norms(*grads)
     longest = max(math.prod(x.shape[1:]) for x in grads)
     return norm, norm * (1 + norm_error(longest, norm.dtype, len(grads)))
 

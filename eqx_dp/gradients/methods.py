@@ -30,8 +30,8 @@ from ..precision import stage
 from ..rewrites import computed_once
 from ..sharding import whole
 from .clip import PerExample, TracedLoss, clip_and_sum
-from .factored import FormedUse, LeafForm, MeasuredUse, leaf_gradient, of_slices
-from .leaves import LeafGradient, no_gradient
+from .factored import FormedUse, LeafForm, MeasuredUse, leaf_gradient
+from .leaves import LeafGradient, no_gradient, of_slices
 from .taps import AtUse, evaluate
 from .uses import Address, Uses, scattering_of
 

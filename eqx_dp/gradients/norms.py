@@ -29,15 +29,16 @@ from ..device import platform as made_for_platform
 from ..precision.stages import in_narrow_product
 
 
-def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
+def norms(*parts: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
     """The L2 norm of each example's gradient, at any scale.
 
-    Squares of entries beyond the square root of the dtype's range overflow, or vanish. So each
-    example is first divided by a power of two near its largest entry; entries whose squares vanish
-    then are too small beside that one to count.
+    Squares of entries beyond the square root of the dtype's range overflow, or vanish. So they are
+    taken at another scale. So is all of a gradient with few entries: it is divided by a power of
+    two near its largest entry; entries whose squares vanish then are too small beside that one to
+    count.
 
     Args:
-        gradients: one gradient per example, in the accumulate dtype.
+        *parts: one gradient per example, in the accumulate dtype, in one array or in several.
 
     Returns:
         One norm per example, in the same dtype.
@@ -50,23 +51,37 @@ def norms(gradients: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
         | norm beyond the dtype's range | inf |
         | NaN or infinity among them | NaN or inf |
     """
-    return norms_of_parts([gradients])
-
-
-def norms_of_parts(parts: Sequence[Float[Array, "batch ..."]]) -> Float[Array, " batch"]:
-    """One norm per example, of gradients that are given in parts, one array per leaf."""
-    flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in parts]
-    if len(flat) == 1 and flat[0].shape[1] == 1:
-        return jnp.abs(flat[0][:, 0])
-    if has_wide(flat[0].dtype):
+    sizes, dtype = [math.prod(x.shape[1:]) for x in parts], parts[0].dtype
+    if sizes == [1]:
+        return jnp.abs(parts[0].reshape(-1))
+    if has_wide(dtype):
         with jax.enable_x64(True):
+            flat = [x.reshape(len(x), size) for x, size in zip(parts, sizes, strict=True)]
             squares = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=1) for x in flat]
-            return jnp.sqrt(functools.reduce(jnp.add, squares)).astype(flat[0].dtype)
+            return jnp.sqrt(functools.reduce(jnp.add, squares)).astype(dtype)
     # If the compiler folds a constant gradient, it squares before it divides: an overflow.
-    blocks = [_in_blocks(x) for x in jax.lax.optimization_barrier(flat)]
-    scale, inverse = power_of_two(functools.reduce(jnp.maximum, map(_largest, blocks)))
-    sums = [sum_in_blocks(jnp.sum(jnp.square(x * inverse[:, None, None]), axis=2)) for x in blocks]
-    return jnp.sqrt(sum_in_blocks(jnp.stack(sums, axis=1))) * scale
+    parts = jax.lax.optimization_barrier(parts)
+    found = parts[0].reshape(len(parts[0]), sizes[0])
+    if len(parts) > 1 or sizes[0] > _block(sizes[0]):
+        found = jnp.concatenate([_of_ranges(x) for x in parts], axis=1)
+    scale, inverse = power_of_two(jnp.max(jnp.abs(found), axis=1, initial=0))
+    return jnp.sqrt(sum_in_blocks(jnp.square(found * inverse[:, None]))) * scale
+
+
+def _of_ranges(x: Float[Array, "batch ..."]) -> Float[Array, "batch 3"]:
+    """The norms of the small entries, of the large ones and of all others, which may be NaN.
+
+    All are read once, whatever their scale (Blue, "A portable Fortran program to find the Euclidean
+    norm of a vector", 1978): no square of a range overflows or vanishes at the scale of the range.
+    """
+    most = int(jnp.finfo(x.dtype).maxexp)
+    limit, inverse = 2.0 ** (5 * most // 16), 2.0 ** (-45 * most // 64)
+    is_small, is_large = jnp.abs(x) < 1 / limit, jnp.abs(x) >= limit
+    # Not a known number for each range: the compiler would square that first, to zero.
+    squares = jnp.square(x * jnp.where(is_small, 1 / inverse, jnp.where(is_large, inverse, 1)))
+    ranges = (is_small, inverse), (is_large, 1 / inverse), (~(is_small | is_large), 1.0)
+    found = [jnp.sqrt(sum_in_blocks(jnp.where(mask, squares, 0))) * scale for mask, scale in ranges]
+    return jnp.stack(found, axis=1)
 
 
 def has_wide(dtype: np.dtype[Any]) -> bool:
@@ -78,36 +93,33 @@ def has_wide(dtype: np.dtype[Any]) -> bool:
     return dtype.itemsize < 8 and is_cpu()
 
 
-_BLOCK = 64
-"""Longer blocks are no faster on a CPU, and shorter ones are slower."""
-
-
-def sum_in_blocks(x: Float[Array, "batch n"]) -> Float[Array, " batch"]:
-    """Sums each example's entries, never more than 64 at a time.
+def sum_in_blocks(x: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
+    """Sums each example's entries, a block at a time, then the sums of blocks, and so on.
 
     Barriers keep the compiler from merging the levels into one long sum, whose error would grow
-    with its length.
+    with its length. A TPU copies matrices to flatten them: there it is better to add rows first.
     """
-    while x.shape[1] > _BLOCK:
-        x = jax.lax.optimization_barrier(jnp.sum(_in_blocks(x), axis=2))
+    if x.ndim > 2 and x.shape[-2] % _ROWS == 0 and not has_float64():
+        rows = x.reshape(*x.shape[:-2], x.shape[-2] // _ROWS, _ROWS, x.shape[-1])
+        x = jax.lax.optimization_barrier(jnp.sum(rows, axis=-2))
+    x = x.reshape(len(x), math.prod(x.shape[1:]))
+    while (entries := _block(x.shape[1])) < x.shape[1]:
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % entries)))
+        blocks = x.reshape(len(x), x.shape[1] // entries, entries)
+        x = jax.lax.optimization_barrier(jnp.sum(blocks, axis=2))
     return jnp.sum(x, axis=1)
 
 
-def _in_blocks(x: Float[Array, "batch n"]) -> Float[Array, "batch blocks entry"]:
-    """Each example's entries in blocks of one length, filled up with zeros where need be."""
-    batch, size = x.shape
-    entries = _block(size)
-    blocks = -(-size // entries)
-    x = jnp.pad(x, ((0, 0), (0, blocks * entries - size)))
-    return x.reshape(batch, blocks, entries)
+_ROWS = 256  # a multiple of those that a TPU has in a tile
 
 
 def _block(size: int) -> int:
-    """The length of blocks: one that divides the size, so that nothing has to be copied, or 64."""
-    if size <= _BLOCK:
-        return max(1, size)
-    divisors = [n for n in range(_BLOCK // 4, _BLOCK + 1) if size % n == 0]
-    return max(divisors, default=_BLOCK)
+    """How many of so many entries are added at once.
+
+    More are no faster on a CPU, and fewer are slower. On a GPU each level of a sum is a kernel,
+    which takes as long to start as to run.
+    """
+    return min(max(1, size), 64 if is_cpu() else 1024)
 
 
 def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
@@ -122,19 +134,19 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
     three more make up for products of errors, and for 1 plus this error and its product with a
     norm.
 
-    Elsewhere a square is rounded once, and goes through sums of at most 64 terms, a sum a level.
-    The root costs 4; two more make up for products of errors, and for squares that vanish beside
-    the largest.
+    Elsewhere a square is rounded once, and goes through a sum a level (`sum_in_blocks`). So do the
+    squares of the norms of three ranges of every part. Each of the two roots costs 4; two more make
+    up for products of errors, and for squares that vanish beside the largest.
     """
     if has_wide(np.dtype(dtype)):
         return 4 * unit_roundoff(dtype) + (size * parts + 10) / 2 * unit_roundoff(np.dtype("f8"))
-    roundings = 1 + roundings_in_blocks(size) + roundings_in_blocks(parts)
-    return (roundings / 2 + 6) * unit_roundoff(dtype)
+    roundings = 2 + roundings_in_blocks(size) + roundings_in_blocks(3 * parts)
+    return (roundings / 2 + 10) * unit_roundoff(dtype)
 
 
 def roundings_in_blocks(size: int) -> int:
-    """How many roundings a term goes through in `sum_in_blocks`."""
-    roundings = 0
+    """How many roundings a term goes through in `sum_in_blocks` at most."""
+    roundings = 0 if has_float64() or size < _ROWS else _ROWS
     while size > 1:
         entries = _block(size)
         roundings += entries - 1
@@ -196,13 +208,13 @@ SPLIT = 2.0**-17
 def in_parts(x: Float[Array, "*n"], parts: int) -> list[Array]:
     """Splits float32 numbers into bfloat16 numbers that add up to them: exactly, or to `SPLIT`.
 
-    A compiler may leave out a cast to bfloat16 and back, but not `reduce_precision`.
+    A compiler may leave out a cast to bfloat16 and back, but not `reduce_precision`. A cast that it
+    leaves out of the last part loses nothing.
     """
-    if x.dtype == jnp.bfloat16:
-        return [x]
+    if parts == 1:
+        return [x.astype(jnp.bfloat16)]
     part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    others = in_parts(x - part, parts - 1) if parts > 1 else []
-    return [part.astype(jnp.bfloat16), *others]
+    return [part.astype(jnp.bfloat16), *in_parts(x - part, parts - 1)]
 
 
 def contracted(pattern: str, x: Array, y: Array, parts: tuple[int, int]) -> Float[Array, "..."]:
@@ -213,10 +225,6 @@ def contracted(pattern: str, x: Array, y: Array, parts: tuple[int, int]) -> Floa
         pairs = itertools.product(in_parts(x, parts[0]), in_parts(y, parts[1]))
         terms = [jnp.einsum(pattern, *pair, preferred_element_type=jnp.float32) for pair in pairs]
     return functools.reduce(jnp.add, reversed(terms))  # small ones first
-
-
-def _largest(x: Float[Array, "batch blocks entry"]) -> Float[Array, " batch"]:
-    return jnp.max(jnp.abs(x), axis=(1, 2), initial=0)
 
 
 def exponent_of(size: Float[Array, "*n"]) -> Int[Array, "*n"]:

@@ -165,7 +165,8 @@ class _Search(NamedTuple):
             narrow and narrow.matmul,
             self.is_held,
         )
-        if use.is_empty:
+        # A scan without steps and a slice without rows contribute nothing.
+        if 0 in (*use.result.shape, *use.shape, *use.kind.shape):
             return
         if use.place is None:
             self.give_up([view], "its entries are in no regular order where it is used")

@@ -101,11 +101,6 @@ class ParamUse(NamedTuple):
         return "time" in self.scans
 
     @property
-    def is_empty(self) -> bool:
-        """Whether it contributes nothing: a scan without steps, a slice without rows."""
-        return 0 in (*self.result.shape, *self.shape, *self.kind.shape)
-
-    @property
     def _split(self) -> tuple[Step, tuple[tuple[int, ...], ...]]:
         """The step from the operand to an array with parts of groups, rows and columns as axes."""
         axes, lead = self.kind.matrix_axes, len(self.slices)

@@ -15,7 +15,6 @@ import eqx_dp as dp
 from eqx_dp.gradients import blocks, leaves, norms
 from eqx_dp.gradients.clip import clip_factors
 from eqx_dp.gradients.gram import OuterProducts, gram_norms, row_norms, sum_of_products
-from eqx_dp.gradients.norms import norm_error, norms_of_parts
 from tests.gradients.arithmetic import Machine, U
 from tests.tiers import curated
 
@@ -98,11 +97,27 @@ def test_norms_of_parts(up, platform, shape, monkeypatch):
     parts = [rng.normal(size=(50, n)).astype(np.float32) * np.float32(10.0**-i)
              for i, n in enumerate(sizes)]  # fmt: skip
     exact = np.linalg.norm(np.concatenate(parts, 1).astype(np.float64), axis=1)
-    error = norm_error(max(sizes), np.dtype("float32"), len(sizes))
+    error = norms.norm_error(max(sizes), np.dtype("float32"), len(sizes))
     for seed in range(3):
         # Another function each time: JAX would give the program that it traced for a CPU.
-        found = np.float64(Machine(up, seed=seed)(lambda *parts: norms_of_parts(parts), *parts))
+        found = np.float64(Machine(up, seed=seed)(lambda *parts: norms.norms(*parts), *parts))
         assert (np.abs(found - exact) <= error * exact).all()
+
+
+@pytest.mark.parametrize("scales", [(0,), (1e-30,), (1e-36, 1e-25, 1), (1, 1e15, 1e30)], ids=str)
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_norms_at_any_scale_on_accelerators(platform, scales, monkeypatch):
+    """There an array is read once; each of three ranges of its entries has a scale."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    rng = np.random.default_rng(4)
+    x = np.float32(rng.normal(size=(4, 512, 5)) * rng.choice(scales, (4, 512, 5)))
+    exact = np.linalg.norm(x.reshape(4, -1).astype(np.float64), axis=1)
+    x[2, 0, 0], x[3, 9, 3] = np.nan, -np.inf
+    found = np.float64(jax.jit(lambda x: norms.norms(x))(x))
+    error = norms.norm_error(x[0].size, np.dtype("float32"))
+    assert (np.abs(found - exact)[:2] <= error * exact[:2]).all()
+    assert np.isnan(found[2])
+    assert found[3] == np.inf
 
 
 def hostile_products(kind, time=9, examples=20):

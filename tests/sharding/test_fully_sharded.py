@@ -3,6 +3,8 @@
 The oracle is the clipped gradient without a mesh, which knows nothing of shards.
 """
 
+from collections import Counter
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
+from eqx_dp.gradients import factored
 from tests.sharding.fully_sharded_net import (
     LAYERS,
     SPECS,
@@ -149,6 +152,25 @@ def test_an_example_that_is_not_finite_changes_no_others(method, params):
         found = grad_fn(model, tokens, poisoned, is_padding_example=np.zeros(16, bool))
         expected = grad_fn(model, tokens, targets, is_padding_example=np.arange(16) == 5)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_slice_that_is_formed_again_is_measured_again(monkeypatch):
+    """The second time its gradient may be rounded otherwise: here it is half as long again."""
+    formed, seen = factored._formed, Counter()
+
+    def other(form, pair):
+        seen[form.shape] += 1
+        return formed(form, pair) * (1 if seen[form.shape] == 1 else 1.5)
+
+    monkeypatch.setattr(factored, "_formed", other)
+    rules, batch = rules_of(), [np.tile(x, (1, 3, *[1] * (x.ndim - 2))) for x in batch_of(16)]
+    only_up = eqx.tree_at(lambda model: model.up, jax.tree.map(lambda _: False, net()), True)
+    options = {"l2_clip_norm": 0.7, "sharding": rules, "method": "book_keeping"}
+    grad_fn = eqx.filter_jit(dp.filter_clipped_grad(loss, filter_spec=only_up, **options))
+    with jax.set_mesh(rules.mesh):
+        found = grad_fn(rules.shard(net()), *batch, is_padding_example=np.arange(16) != 7)
+    assert seen[WIDTH, 2 * WIDTH] == 2
+    assert 0.69 < np.linalg.norm(found.up) <= 0.7
 
 
 @pytest.mark.slow
