@@ -73,8 +73,6 @@ def under_cond_and_jit(says):
 
 # Functions that bring derivatives of their own.
 
-ORDER = jnp.asarray([4, 2, 0, 1, 3])
-
 
 def hidden(says, w, x):
     return says.einsum("btd,df->btf", x, w, P("data"))
