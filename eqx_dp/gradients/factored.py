@@ -117,12 +117,9 @@ def summed(
         return functools.reduce(jnp.add, sums)
 
     largest = max(math.prod(x.shape[1:]) for x in jax.tree.leaves(held))
-    block = BLOCK if has_float64() else max(1, min(BLOCK, _AT_ONCE // largest))
+    # A TPU writes sides in float32, and their parts: 128 MiB of each are enough.
+    block = BLOCK if has_float64() else max(1, min(BLOCK, 2**25 // largest))
     return in_blocks(of_block, (held, factors, contributes), form.dtype, block)
-
-
-_AT_ONCE = 2**25
-"""Entries of one side that a TPU splits at once: in float32, then in parts, which it all writes."""
 
 
 def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:

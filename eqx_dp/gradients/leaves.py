@@ -69,8 +69,9 @@ def combined(measures: Sequence[Measure], batch: int, dtype: np.dtype[Any]) -> M
     if len(measures) == 1:
         return measures[0]
     zero = jnp.zeros(batch, dtype)
-    each = [jnp.stack(measure, axis=-1) for measure in ((zero, zero), *measures)]
-    return of_slices(jnp.stack(each, axis=1))
+    parts = zip((zero, zero), *measures, strict=True)
+    norm, bound = (norms(jnp.stack(part, axis=-1)) for part in parts)
+    return norm, bound * (1 + norm_error(len(measures), dtype))
 
 
 def of_slices(measured: Float[Array, "batch *slices 2"]) -> Measure:

@@ -33,9 +33,8 @@ def norms(*parts: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
     """The L2 norm of each example's gradient, at any scale.
 
     Squares of entries beyond the square root of the dtype's range overflow, or vanish. So they are
-    taken at another scale. So is all of a gradient with few entries: it is divided by a power of
-    two near its largest entry; entries whose squares vanish then are too small beside that one to
-    count.
+    taken at another scale. A gradient of at most 2^16 entries is divided by a power of two near its
+    largest entry; entries whose squares vanish then are too small beside that one to count.
 
     Args:
         *parts: one gradient per example, in the accumulate dtype, in one array or in several.
@@ -54,16 +53,16 @@ def norms(*parts: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
     sizes, dtype = [math.prod(x.shape[1:]) for x in parts], parts[0].dtype
     if sizes == [1]:
         return jnp.abs(parts[0].reshape(-1))
+    flat = [x.reshape(len(x), size) for x, size in zip(parts, sizes, strict=True)]
     if has_wide(dtype):
         with jax.enable_x64(True):
-            flat = [x.reshape(len(x), size) for x, size in zip(parts, sizes, strict=True)]
             squares = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=1) for x in flat]
             return jnp.sqrt(functools.reduce(jnp.add, squares)).astype(dtype)
     # If the compiler folds a constant gradient, it squares before it divides: an overflow.
-    parts = jax.lax.optimization_barrier(parts)
-    found = parts[0].reshape(len(parts[0]), sizes[0])
-    if len(parts) > 1 or sizes[0] > _block(sizes[0]):
-        found = jnp.concatenate([_of_ranges(x) for x in parts], axis=1)
+    parts, flat = jax.lax.optimization_barrier((parts, flat))
+    if sum(sizes) > 2**16:  # three sums of fewer start for longer than they run
+        flat = [_of_ranges(x) for x in parts]
+    found = jnp.concatenate(flat, axis=1)
     scale, inverse = power_of_two(jnp.max(jnp.abs(found), axis=1, initial=0))
     return jnp.sqrt(sum_in_blocks(jnp.square(found * inverse[:, None]))) * scale
 
@@ -140,7 +139,7 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
     """
     if has_wide(np.dtype(dtype)):
         return 4 * unit_roundoff(dtype) + (size * parts + 10) / 2 * unit_roundoff(np.dtype("f8"))
-    roundings = 2 + roundings_in_blocks(size) + roundings_in_blocks(3 * parts)
+    roundings = 2 + roundings_in_blocks(size * parts) + roundings_in_blocks(3 * parts)
     return (roundings / 2 + 10) * unit_roundoff(dtype)
 
 
