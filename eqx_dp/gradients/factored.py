@@ -118,7 +118,8 @@ def summed(
 
     largest = max(math.prod(x.shape[1:]) for x in jax.tree.leaves(held))
     # A TPU writes sides in float32, and their parts: 128 MiB of each are enough.
-    block = BLOCK if has_float64() else max(1, min(BLOCK, 2**25 // largest))
+    is_split = not (has_float64() or form.uses[0].kind.is_one_hot)
+    block = max(1, min(BLOCK, 2**25 // max(1, largest))) if is_split else BLOCK
     return in_blocks(of_block, (held, factors, contributes), form.dtype, block)
 
 
@@ -145,7 +146,8 @@ def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
     def weighted(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
         def added(leaf: LeafGradient, index: Array) -> Array:
             its = factors
-            if leaf.formed is not None:  # again, and it may be rounded otherwise
+            # What is computed again may be rounded otherwise: in `row_norms` as well.
+            if leaf.formed is not None or use.kind.is_one_hot:
                 with stage("norm"):
                     its = within(factors, measure(leaf)[:, 1], of_each[index, :, 1])
             return scattering(leaf.sum(its, contributes & (its > 0)))

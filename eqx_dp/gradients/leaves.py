@@ -76,9 +76,9 @@ def combined(measures: Sequence[Measure], batch: int, dtype: np.dtype[Any]) -> M
 
 def of_slices(measured: Float[Array, "batch *slices 2"]) -> Measure:
     """Norm and bound of a stacked parameter from those of its slices."""
-    batch = measured.shape[0]
-    norm, bound = (norms(measured[..., i].reshape(batch, -1)) for i in range(2))
-    return norm, bound * (1 + norm_error(measured[0, ..., 0].size, measured.dtype))
+    batch, size = measured.shape[0], math.prod(measured.shape[1:-1])
+    norm, bound = (norms(measured[..., i].reshape(batch, size)) for i in range(2))
+    return norm, bound * (1 + norm_error(size, measured.dtype))
 
 
 @jax.jit

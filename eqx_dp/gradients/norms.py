@@ -74,9 +74,9 @@ def _of_ranges(x: Float[Array, "batch ..."]) -> Float[Array, "batch 3"]:
     norm of a vector", 1978): no square of a range overflows or vanishes at the scale of the range.
     """
     most = int(jnp.finfo(x.dtype).maxexp)
-    limit, inverse = 2.0 ** (5 * most // 16), 2.0 ** (-45 * most // 64)
+    limit, inverse = 2.0 ** (5 * most // 16), 2.0 ** (-5 * most // 8)
     is_small, is_large = jnp.abs(x) < 1 / limit, jnp.abs(x) >= limit
-    # Not a known number for each range: the compiler would square that first, to zero.
+    # Not a known number for each range: a compiler that squared that first would have zero.
     squares = jnp.square(x * jnp.where(is_small, 1 / inverse, jnp.where(is_large, inverse, 1)))
     ranges = (is_small, inverse), (is_large, 1 / inverse), (~(is_small | is_large), 1.0)
     found = [jnp.sqrt(sum_in_blocks(jnp.where(mask, squares, 0))) * scale for mask, scale in ranges]
@@ -98,8 +98,8 @@ def sum_in_blocks(x: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
     Barriers keep the compiler from merging the levels into one long sum, whose error would grow
     with its length. A TPU copies matrices to flatten them: there it is better to add rows first.
     """
-    if x.ndim > 2 and x.shape[-2] % _ROWS == 0 and not has_float64():
-        rows = x.reshape(*x.shape[:-2], x.shape[-2] // _ROWS, _ROWS, x.shape[-1])
+    if x.ndim > 2 and x.shape[-2] % 256 == 0 and not has_float64():  # whole tiles of a TPU
+        rows = x.reshape(*x.shape[:-2], x.shape[-2] // 256, 256, x.shape[-1])
         x = jax.lax.optimization_barrier(jnp.sum(rows, axis=-2))
     x = x.reshape(len(x), math.prod(x.shape[1:]))
     while (entries := _block(x.shape[1])) < x.shape[1]:
@@ -107,9 +107,6 @@ def sum_in_blocks(x: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
         blocks = x.reshape(len(x), x.shape[1] // entries, entries)
         x = jax.lax.optimization_barrier(jnp.sum(blocks, axis=2))
     return jnp.sum(x, axis=1)
-
-
-_ROWS = 256  # a multiple of those that a TPU has in a tile
 
 
 def _block(size: int) -> int:
@@ -134,18 +131,19 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
     norm.
 
     Elsewhere a square is rounded once, and goes through a sum a level (`sum_in_blocks`). So do the
-    squares of the norms of three ranges of every part. Each of the two roots costs 4; two more make
-    up for products of errors, and for squares that vanish beside the largest.
+    squares of the norms of three ranges of every part. Each of the two roots costs 4; four more
+    make up for products of errors, for 1 plus this error and its product with a norm, and for
+    squares that vanish beside the largest.
     """
     if has_wide(np.dtype(dtype)):
         return 4 * unit_roundoff(dtype) + (size * parts + 10) / 2 * unit_roundoff(np.dtype("f8"))
     roundings = 2 + roundings_in_blocks(size * parts) + roundings_in_blocks(3 * parts)
-    return (roundings / 2 + 10) * unit_roundoff(dtype)
+    return (roundings / 2 + 12) * unit_roundoff(dtype)
 
 
 def roundings_in_blocks(size: int) -> int:
     """How many roundings a term goes through in `sum_in_blocks` at most."""
-    roundings = 0 if has_float64() or size < _ROWS else _ROWS
+    roundings = 0  # rows first: no more of them, as 256 divides a block
     while size > 1:
         entries = _block(size)
         roundings += entries - 1

@@ -104,19 +104,20 @@ def test_norms_of_parts(up, platform, shape, monkeypatch):
         assert (np.abs(found - exact) <= error * exact).all()
 
 
-@pytest.mark.parametrize("scales", [(0,), (1e-30,), (1e-36, 1e-25, 1), (1, 1e15, 1e30)], ids=str)
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_norms_at_any_scale_on_accelerators(platform, scales, monkeypatch):
+def test_norms_at_any_scale_on_accelerators(platform, monkeypatch):
     """There an array is read once; each of three ranges of its entries has a scale."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    rng = np.random.default_rng(4)
-    x = np.float32(rng.normal(size=(4, 512, 150)) * rng.choice(scales, (4, 512, 150)))
+    rng, scales = np.random.default_rng(4), np.append(10.0 ** np.arange(-36, 34, 3), 0)
+    x = rng.normal(size=(len(scales), 256, 300)) * rng.choice([1, 1e-9], (256, 300))
+    x = np.float32(x * scales[:, None, None])
+    x[np.abs(x) < TINY] = 0
     exact = np.sqrt(np.sum(np.float64(x) ** 2, (1, 2)) + np.sum(np.float64(x[:, 0]) ** 2, 1))
     x[2, 0, 0], x[3, 9, 3] = np.nan, -np.inf
     found = np.float64(jax.jit(lambda x: norms.norms(x, x[:, 0]))(x))
+    np.testing.assert_equal(found[2:4], [np.nan, np.inf])
     most = norms.norm_error(x[0].size, np.dtype("float32"), 2) * exact
-    assert (np.abs(found - exact) <= most)[:2].all()
-    np.testing.assert_equal(found[2:], [np.nan, np.inf])
+    assert np.delete(np.abs(found - exact) <= most, (2, 3)).all()
 
 
 def hostile_products(kind, time=9, examples=20):

@@ -152,23 +152,32 @@ def test_an_example_that_is_not_finite_changes_no_others(method, params):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_a_slice_that_is_formed_again_is_measured_again(monkeypatch):
-    """The second time its gradient may be rounded otherwise: here it is half as long again."""
-    formed, seen = factored._formed, []
+@pytest.mark.parametrize(
+    ("name", "used"),
+    [("_formed", jnp.matmul), ("measured", lambda x, w: w[x[:, 0].astype(int)])],
+)
+def test_what_is_computed_again_of_a_slice_is_measured_again(name, used, monkeypatch):
+    """The second time it may be rounded otherwise: here it is at least half as long again."""
+    original, seen = getattr(factored, name), []
 
-    def other(form, pair):
-        seen.append(form)
-        return formed(form, pair) * (1 if len(seen) == 1 else 1.5)
+    def other(first, second):
+        seen.append(first)
+        factor = 1 if len(seen) == 1 else 1.5
+        grown = lambda x: x * factor if eqx.is_inexact_array(x) else x  # noqa: E731
+        return original(first, jax.tree.map(grown, second))
 
-    monkeypatch.setattr(factored, "_formed", other)
-    rules, batch = rules_of(), [np.tile(x, (1, 3, *[1] * (x.ndim - 2))) for x in batch_of(16)]
-    only_up = eqx.tree_at(lambda model: model.up, jax.tree.map(lambda _: False, net()), True)
-    options = {"l2_clip_norm": 0.7, "sharding": rules, "method": "book_keeping"}
-    grad_fn = eqx.filter_jit(dp.filter_clipped_grad(loss, filter_spec=only_up, **options))
+    def fun(model, x, g):
+        return jnp.sum(jax.lax.map(lambda w: jnp.sum(used(x, w) * g), model["w"]))
+
+    monkeypatch.setattr(factored, name, other)
+    rules, rng = rules_of(params=(("w", P(None, None, "data")),)), np.random.default_rng(0)
+    x, g = np.float32(rng.integers(0, 3, (8, 40, 3))), np.float32(rng.normal(size=(8, 40, 8)))
+    grad_fn = dp.filter_clipped_grad(fun, l2_clip_norm=0.7, sharding=rules, method="book_keeping")
     with jax.set_mesh(rules.mesh):
-        found = grad_fn(rules.shard(net()), *batch, is_padding_example=np.arange(16) != 7)
+        model = rules.shard({"w": jnp.zeros((2, 3, 8))})
+        found = eqx.filter_jit(grad_fn)(model, x, g, is_padding_example=np.arange(8) != 0)
     assert len(seen) == 2
-    assert 0.69 < np.linalg.norm(found.up) <= 0.7
+    assert 0.69 < np.linalg.norm(found["w"]) <= 0.7
 
 
 @pytest.mark.slow
