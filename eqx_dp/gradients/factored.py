@@ -34,8 +34,8 @@ from .gram import (
     sum_of_products,
     to_common_scale,
 )
-from .leaves import LeafGradient, Measure, combined, norm_and_bound, of_slices
-from .norms import contracted, halves, has_float64, unit_roundoff, without_subnormal
+from .leaves import LeafGradient, Measure, combined, norm_and_bound, of_slices, within
+from .norms import contracted, halves, has_float64, without_subnormal
 from .uses import Member, ParamUse, Scattering, overlaps, parts_of_uses
 
 Pair: TypeAlias = tuple[Any, Array]
@@ -124,7 +124,7 @@ def summed(
 
 
 def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
-    """A stacked leaf's gradient; one slice at a time is scaled by powers of two, and copied."""
+    """A stacked leaf's gradient; each slice is computed for its norm, and once more for the sum."""
     (use,) = form.uses
     form_of_slice, scans = _form_of_slice(use, form.dtype), len(use.slices)
     # Slices first, as the scan returned them: nothing is copied.
@@ -391,17 +391,3 @@ def _answers(at: MeasuredUse) -> Callable[..., tuple[Array, Array]]:
         return jnp.stack(measure, axis=-1), total
 
     return jax.jit(of_one(of_batch))
-
-
-def within(
-    factors: Float[Array, " batch"], bounds: Float[Array, " batch"], limits: Float[Array, " batch"]
-) -> Float[Array, " batch"]:
-    """Factors that bring bounds down to at most factor x limit.
-
-    Quotient and products are off by 4 u and u each, and so may be a bound that is computed twice;
-    24 are taken off the limit. No comparison of bounds chooses between two formulas: see
-    `clip_factors`. Zero where a bound is not finite, or where a factor is no normal number.
-    """
-    reach = limits * (1 - 24 * unit_roundoff(factors.dtype))
-    ratio = reach / jnp.maximum(jnp.maximum(bounds, reach), jnp.finfo(factors.dtype).tiny)
-    return without_subnormal(jnp.where(jnp.isfinite(bounds), factors * ratio, 0))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..device import is_cpu
 from .blocks import in_blocks
-from .norms import PRECISION, norm_error, norms
+from .norms import PRECISION, norm_error, norms, unit_roundoff, without_subnormal
 
 Measure: TypeAlias = tuple[Float[Array, " batch"], Float[Array, " batch"]]
 """The norm of each example's gradient as it was computed, and an upper bound on the true norm of
@@ -129,3 +129,17 @@ def few(size: int) -> int:
     take equally long, with more code.
     """
     return 64 if size >= 2**15 else 8
+
+
+def within(
+    factors: Float[Array, " batch"], bounds: Float[Array, " batch"], limits: Float[Array, " batch"]
+) -> Float[Array, " batch"]:
+    """Factors that bring bounds down to at most factor x limit.
+
+    Quotient and products are off by 4 u and u each, and so may be a bound that is computed twice;
+    24 are taken off the limit. No comparison of bounds chooses between two formulas: see
+    `clip_factors`. Zero where a bound is not finite, or where a factor is no normal number.
+    """
+    reach = limits * (1 - 24 * unit_roundoff(factors.dtype))
+    ratio = reach / jnp.maximum(jnp.maximum(bounds, reach), jnp.finfo(factors.dtype).tiny)
+    return without_subnormal(jnp.where(jnp.isfinite(bounds), factors * ratio, 0))

@@ -32,9 +32,9 @@ from ..precision.stages import in_narrow_product
 def norms(*parts: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
     """The L2 norm of each example's gradient, at any scale.
 
-    Squares of entries beyond the square root of the dtype's range overflow, or vanish. So they are
-    taken at another scale. A gradient of at most 2^16 entries is divided by a power of two near its
-    largest entry; entries whose squares vanish then are too small beside that one to count.
+    Squares of entries beyond the square root of the dtype's range overflow, or vanish. Such entries
+    are squared at another scale. A gradient of at most 2^16 entries is divided by a power of two
+    near its largest entry; entries whose squares vanish then are too small beside that one to count.
 
     Args:
         *parts: one gradient per example, in the accumulate dtype, in one array or in several.
@@ -143,7 +143,7 @@ def norm_error(size: int, dtype: np.dtype[Any], parts: int = 1) -> float:
 
 def roundings_in_blocks(size: int) -> int:
     """How many roundings a term goes through in `sum_in_blocks` at most."""
-    roundings = 0  # rows first: no more of them, as 256 divides a block
+    roundings = 0  # to add 256 rows first costs no more: 256 divides a block
     while size > 1:
         entries = _block(size)
         roundings += entries - 1
