@@ -34,7 +34,7 @@ def norms(*parts: Float[Array, "batch ..."]) -> Float[Array, " batch"]:
 
     Squares of entries beyond the square root of the dtype's range overflow, or vanish. Such entries
     are squared at another scale. A gradient of at most 2^16 entries is divided by a power of two
-    near its largest entry; entries whose squares vanish then are too small beside that one to count.
+    near its largest entry; entries whose squares vanish then are too small to count beside it.
 
     Args:
         *parts: one gradient per example, in the accumulate dtype, in one array or in several.
