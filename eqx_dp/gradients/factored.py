@@ -11,7 +11,7 @@ In ghost clipping (`MeasuredUse`), cotangents become norms, then sums, within th
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.extend.core as jex_core
@@ -29,6 +29,7 @@ from .gram import (
     OneHot,
     OuterProducts,
     gram_norms,
+    likely_norm,
     one_term,
     row_norms,
     sum_of_products,
@@ -50,12 +51,15 @@ class LeafForm(NamedTuple):
         uses: all uses of it.
         dtype: the accumulate dtype.
         is_formed: whether each example's gradient is formed, of a leaf with one use.
+        is_likely: whether its first norm comes from inner products all the same: its sum is scaled
+            down to the first bound (`within`), so that bound needs no proof.
     """
 
     shape: tuple[int, ...]
     uses: tuple[ParamUse, ...]
     dtype: np.dtype[Any]
     is_formed: bool = False
+    is_likely: bool = False
 
 
 def leaf_gradient(
@@ -118,8 +122,7 @@ def summed(
 
     largest = max(math.prod(x.shape[1:]) for x in jax.tree.leaves(held))
     # A TPU writes sides in float32, and their parts: 128 MiB of each are enough.
-    is_split = not (has_float64() or form.uses[0].kind.is_one_hot)
-    block = max(1, min(BLOCK, 2**25 // max(1, largest))) if is_split else BLOCK
+    block = BLOCK if has_float64() else max(1, min(BLOCK, 2**25 // max(1, largest)))
     return in_blocks(of_block, (held, factors, contributes), form.dtype, block)
 
 
@@ -127,32 +130,30 @@ def _sliced(form: LeafForm, pair: Pair, scattering: Scattering) -> LeafGradient:
     """A stacked leaf's gradient; each slice is computed for its norm, and once more for the sum."""
     (use,) = form.uses
     form_of_slice, scans = _form_of_slice(use, form.dtype), len(use.slices)
+    slices = jnp.arange(math.prod(use.slices))
     # Slices first, as the scan returned them: nothing is copied.
     first = jax.tree.map(lambda x: jnp.moveaxis(x, 0, scans), pair)
-    stacked = jax.tree.map(lambda x: x.reshape(math.prod(use.slices), *x.shape[scans:]), first)
+    stacked = jax.tree.map(lambda x: x.reshape(len(slices), *x.shape[scans:]), first)
 
-    def over_slices(of_slice: Callable[[LeafGradient, Array], Array]) -> Array:
-        def at(index: Array) -> Array:
-            one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), stacked)
-            return of_slice(leaf_gradient(form_of_slice, [one]), index)
+    def at(index: Array) -> Pair:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), stacked)
 
-        return jax.lax.map(at, jnp.arange(math.prod(use.slices)))
+    def measure(index: Array) -> Float[Array, "batch 2"]:
+        return jnp.stack(first_measure(form_of_slice, at(index)), axis=-1)
 
-    def measure(leaf: LeafGradient) -> Float[Array, "batch 2"]:
-        return jnp.stack(norm_and_bound([leaf], len(pair[1]), form.dtype), axis=-1)
-
-    of_each = over_slices(lambda leaf, _: measure(leaf))
+    of_each = jax.lax.map(measure, slices)
 
     def weighted(factors: Float[Array, " batch"], contributes: Bool[Array, " batch"]) -> Array:
-        def added(leaf: LeafGradient, index: Array) -> Array:
-            its = factors
+        def added(index: Array) -> Array:
+            leaf, its = leaf_gradient(form_of_slice, [at(index)]), factors
             # What is computed again may be rounded otherwise: in `row_norms` as well.
             if leaf.formed is not None or use.kind.is_one_hot:
                 with stage("norm"):
-                    its = within(factors, measure(leaf)[:, 1], of_each[index, :, 1])
+                    _, bounds = norm_and_bound([leaf], len(factors), form.dtype)
+                    its = within(factors, bounds, of_each[index, :, 1])
             return scattering(leaf.sum(its, contributes & (its > 0)))
 
-        return scattering.stacked(over_slices(added))
+        return scattering.stacked(jax.lax.map(added, slices))
 
     return LeafGradient(None, of_slices(jnp.moveaxis(of_each, 0, 1)), weighted)
 
@@ -163,12 +164,22 @@ def _form_of_slice(use: ParamUse, dtype: np.dtype[Any]) -> LeafForm:
     A leaf that is not formed takes copies of both sides, and two terms x terms matrices. Tensor
     cores write and read these for more time than they multiply: there a formed leaf may take half
     as much again. It is also added once, not as two parts, and its bound is hardly above its norm.
+    It is formed for its sum alone there, if inner products take fewer operations for the norm.
     """
     inner = use.inside()
     terms, (_, features_in, features_out) = inner.terms, inner.matrices
-    factored = terms * (features_in + features_out + 2 * terms)
-    fewer = features_in * features_out < (1 if is_cpu() else 1.5) * factored
-    return LeafForm(inner.shape, (inner,), dtype, fewer and not inner.kind.is_one_hot)
+    entries, both = features_in * features_out, terms * (features_in + features_out)
+    is_formed = entries < (1 if is_cpu() else 1.5) * (both + 2 * terms**2)
+    is_formed &= not inner.kind.is_one_hot
+    return LeafForm(inner.shape, (inner,), dtype, is_formed, both <= entries and not is_cpu())
+
+
+def first_measure(form: LeafForm, pair: Pair) -> Measure:
+    """Norm and bound of a leaf with one use, before its factors are known."""
+    if form.is_formed and form.is_likely:
+        x, g = sides(form.uses[0], *pair, form.dtype)
+        return likely_norm(x, g, parts_of_uses(form.uses, form.dtype))
+    return norm_and_bound([leaf_gradient(form, [pair])], len(pair[1]), form.dtype)
 
 
 def _sets(form: LeafForm) -> tuple[tuple[Member, ...], ...]:
@@ -270,7 +281,7 @@ class FormedUse(NamedTuple):
         dtype, inner = self.use.data.dtype, self.use.inside()
 
         def of_example(pair: tuple[Any, Array]) -> Array:
-            return inner.outer_products(*pair, dtype)
+            return inner.kind.outer_products(*pair, dtype)  # not narrow: it has nothing to restore
 
         def of_batch(*pair: Any) -> tuple[Array, Any]:
             return computed_once(jax.vmap(of_example), pair, pair[1]), ()
@@ -296,8 +307,7 @@ class MeasuredUse(NamedTuple):
     def tap(self) -> "Taps":
         """Zeros of the shapes of what is wanted."""
         part = self.use.inside().shape if self.scattering is None else self.scattering.part
-        shapes = (2,), part
-        return Taps(*(jnp.zeros((*self.use.slices, *shape), self.dtype) for shape in shapes))
+        return Taps(*(jnp.zeros((*self.use.slices, *x), self.dtype) for x in ((2,), part)))
 
     def evaluated(
         self, equation: jex_core.JaxprEqn, inputs: list[Any], tap: "Taps"
@@ -310,8 +320,7 @@ class MeasuredUse(NamedTuple):
         (result,) = evaluated_whole(equation, inputs)
         request = jnp.zeros(2, self.dtype)
         residual = self.use.residual(inputs)
-        answering: tuple[Array, Any] = _answering(self, result, request, tap, residual)
-        result, request = answering
+        result, request = cast(Any, _answering)(self, result, request, tap, residual)
         return self.use.received(result), request
 
     def answer(self, residual: Any, cotangent: Array, request: Array) -> "Taps":
@@ -368,23 +377,21 @@ def _answers(at: MeasuredUse) -> Callable[..., tuple[Array, Array]]:
     Guarantee: what one example adds is at most its factor times its limit, however the pass rounded
     that found these: the same arrays are measured and added here, and scaled down to the limit.
     """
-
-    def measured_leaf(residual: Any, cotangent: Array) -> tuple[LeafGradient, Measure]:
-        with stage("norm"):
-            leaf = leaf_gradient(_form_of_slice(at.use, at.dtype), [(residual, cotangent)])
-            return leaf, norm_and_bound([leaf], len(cotangent), at.dtype)
+    form = _form_of_slice(at.use, at.dtype)
 
     def added(operands: Any) -> Array:
         residual, cotangent, request = operands
-        leaf, (_, bounds) = measured_leaf(residual, cotangent)
         with stage("norm"):
+            leaf = leaf_gradient(form, [(residual, cotangent)])
+            _, bounds = norm_and_bound([leaf], len(cotangent), at.dtype)
             factors = within(request[:, 0], bounds, request[:, 1])
         with stage("sum"):
             return leaf.sum(factors, factors > 0)
 
     @jax.jit
     def of_batch(residual: Any, cotangent: Array, request: Array) -> tuple[Array, Array]:
-        _, measure = measured_leaf(residual, cotangent)
+        with stage("norm"):
+            measure = first_measure(form, (residual, cotangent))
         total = computed_once(added, (residual, cotangent, request), cotangent)
         with stage("sum"):
             total = total if at.scattering is None else at.scattering(total)

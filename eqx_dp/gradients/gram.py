@@ -209,6 +209,22 @@ def least_share(dtype: np.dtype[Any]) -> float:
     return 4 * math.sqrt(unit_roundoff(dtype))
 
 
+def likely_norm(
+    x: Float[Array, "batch group time _"], g: Float[Array, "batch group time _"], parts: int
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """The norm of a sum of outer products as rounding leaves it, and what it hardly exceeds.
+
+    Nothing is proven of either. They are for gradients that are formed for their sum, measured
+    then, and scaled down to the second (`within`). Vectors are not brought to one scale, which
+    would take copies of all: products of entries below 2^-63 vanish, and those above 2^63 make
+    both infinite.
+    """
+    of_x, of_g = (contracted("bgtk,bgsk->bgts", side, side, (parts, parts)) for side in (x, g))
+    norm = jnp.sqrt(jnp.maximum(jnp.sum(of_x * of_g, axis=(1, 2, 3)), 0))
+    gross = jnp.sum(_lengths(of_x) * _lengths(of_g), axis=(1, 2))
+    return norm, jnp.maximum(norm * (1 + 2**-12), least_share(norm.dtype) * gross)
+
+
 def one_term(
     x: Float[Array, "batch group 1 features_in"],
     g: Float[Array, "batch group 1 features_out"],

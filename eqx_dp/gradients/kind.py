@@ -14,10 +14,7 @@ import dataclasses
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.extend.core as jex_core
-import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-from .norms import PRECISION
 
 
 class MatrixAxes(NamedTuple):
@@ -104,8 +101,7 @@ class Kind(abc.ABC):
         self, residual: Any, cotangent: Array, dtype: Any
     ) -> Float[Array, "group features_in features_out"]:
         """The gradient as matrices, of vectors that are cast to a dtype first."""
-        x, g = self.factors(residual, cotangent, dtype)
-        return jnp.einsum("gtk,gtp->gkp", x, g, precision=PRECISION)
+        raise NotImplementedError(f"{self.name} has no rule of its own.")
 
     @property
     def order(self) -> tuple[int, ...]:

@@ -87,8 +87,12 @@ def over_microbatches(
         sums, values = step(chosen, is_padding)
         with stage("microbatches"):
             totals = jax.tree.map(lambda x, so_far: added(so_far, x, count), sums, totals)
-        blank = jax.tree.map(lambda x: _blank_where(is_padding, x), values)
-        return totals, jax.tree.map(lambda x, its: x.at[index].set(its), slots, blank)
+
+        def without_padding(x: Array) -> Array:
+            return jnp.where(is_padding.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros_like(x), x)
+
+        values = jax.tree.map(without_padding, values)
+        return totals, jax.tree.map(lambda x, its: x.at[index].set(its), slots, values)
 
     trips = -(-num_real // size)
     trips = trips if order is None or agree is None else agree(trips)
@@ -111,8 +115,3 @@ def _of_no_examples(
 def _zero_unless(there_are: Bool[Array, ""], x: Array) -> Array:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return x if is_key else jnp.where(there_are, x, jnp.zeros_like(x))
-
-
-def _blank_where(mask: Bool[Array, " batch"], values: Array) -> Array:
-    mask = mask.reshape(-1, *[1] * (values.ndim - 1))
-    return jnp.where(mask, jnp.zeros_like(values), values)

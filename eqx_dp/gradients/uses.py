@@ -147,12 +147,6 @@ class ParamUse(NamedTuple):
         order = (*slices, group, *times, time, features)
         return jnp.transpose(factor, order).reshape(groups, self.terms, factor.shape[features])
 
-    def outer_products(
-        self, residual: Any, cotangent: Array, dtype: np.dtype[Any]
-    ) -> Float[Array, "group in out"]:
-        """One example's gradient as matrices, of a use that is in no scan."""
-        return self.kind.outer_products(self.restored(residual), cotangent, dtype)
-
     def to_parameter(self, gradient: Float[Array, "group in out"]) -> Array:
         """The gradient with respect to the parameter, from that with respect to the matrices."""
         split, parts = self._split

@@ -12,7 +12,14 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp import device
-from eqx_dp.gradients.gram import OuterProducts, gram_norms, one_term, sum_of_products
+from eqx_dp.gradients import factored
+from eqx_dp.gradients.gram import (
+    OuterProducts,
+    gram_norms,
+    likely_norm,
+    one_term,
+    sum_of_products,
+)
 from eqx_dp.gradients.norms import SPLIT, in_parts
 from tests.gradients.arithmetic import Machine, U
 from tests.gradients.test_arithmetic import hostile_products
@@ -86,10 +93,62 @@ def test_bounds_of_sums_of_parts(kind, dtype, parts, time):
                 assert np.linalg.norm(np.float64(added)) <= most
 
 
-@pytest.mark.parametrize("method", ["per_example", "book_keeping", "ghost"])
-def test_one_example_adds_at_most_the_clip_norm(method):
+@pytest.mark.parametrize(
+    ("kind", "low", "high"),
+    [
+        ("half alike", 1, 1 + 2**-11),
+        ("cancelling", 2**-10 * 0.999, 2**-10 * 1.001),
+        ("zero", 0, 0),
+        ("tiny", 0, 0),
+        ("huge", np.inf, np.inf),
+        ("nan", np.inf, np.inf),
+    ],
+)
+def test_likely_norms(kind, low, high):
+    """The bound as a share of the norm (of the gross norm where terms cancel), or infinite."""
+    x, g = hostile_products(kind, time=40, examples=3)
+    match kind:
+        case "half alike":
+            x += x[:, :, :1]
+        case "zero" | "tiny" | "huge":
+            x *= {"zero": 0, "tiny": 1e-25, "huge": 1e25}[kind]
+        case "nan":
+            g[0, 0, 0, 0] = np.nan
+    x, g = (side.astype(jnp.bfloat16).astype(np.float32) for side in (x, g))
+    with device._made_for("gpu"):
+        found, bound = (np.float64(y)[0] for y in jax.jit(lambda *its: likely_norm(*its, 1))(x, g))
+    norm = np.linalg.norm(np.float64(x[0, 0]).T @ np.float64(g[0, 0]))
+    if kind == "cancelling":
+        norm = np.sum(np.linalg.norm(x[0, 0], axis=-1) * np.linalg.norm(g[0, 0], axis=-1))
+    share = bound / max(norm, 1e-300) if np.isfinite(bound) else np.inf
+    assert low <= share <= high
+    assert kind != "half alike" or abs(found / norm - 1) < 1e-5
+
+
+@pytest.mark.parametrize("off", [0.5, 1, 2])
+def test_a_likely_norm_that_is_off_moves_nothing_beyond_the_clip_norm(off, monkeypatch):
+    def other(*sides):
+        seen.append(len(sides[0]))
+        return jax.tree.map(lambda x: x * off, likely_norm(*sides))
+
+    monkeypatch.setattr(factored, "likely_norm", other)
+    x, g = (side[:1, 0] for side in hostile_products("random", time=2, examples=1))
+    seen, x = [], np.tile(x, 2 + round(np.log2(off)))  # of shapes that nobody has traced
+    loss = lambda w, x, g: jnp.sum((x @ w) * g)  # noqa: E731
+    policy, options = dp.load_policy("mixed_bfloat16"), {"l2_clip_norm": 0.1, "method": "ghost"}
+    with device._made_for("gpu"):
+        grad_fn = dp.filter_clipped_grad(loss, policy=policy, **options)
+        added = np.linalg.norm(np.float64(grad_fn(jnp.zeros((x.shape[-1], 4)), x, g)))
+    assert seen == [1]
+    assert 0.998 * 0.1 * min(1, 1 / off) < added <= 0.1 * min(1, 1 / off)
+
+
+@pytest.mark.parametrize(
+    ("method", "time"), [("per_example", 8), ("book_keeping", 8), ("ghost", 8), ("ghost", 2)]
+)
+def test_one_example_adds_at_most_the_clip_norm(method, time):
     """Under a policy of 16 bits, as a GPU computes it; and all sums are as wide as declared."""
-    x, g = (side[:, 0] for side in hostile_products("cancelling", time=8, examples=4))
+    x, g = (side[:, 0] for side in hostile_products("cancelling", time, examples=4))
     grad_fn = dp.filter_clipped_grad(
         lambda w, x, g: jnp.sum((x @ w.T) * g), l2_clip_norm=1e-6, method=method,
         policy=dp.load_policy("mixed_bfloat16"),

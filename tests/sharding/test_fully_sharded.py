@@ -152,14 +152,16 @@ def test_an_example_that_is_not_finite_changes_no_others(method, params):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("name", ["_formed", "measured"])  # of products, and of lookups
+@pytest.mark.parametrize("name", ["_formed", "measured", "likely_norm"])  # measured: of lookups
 def test_what_is_computed_again_of_a_slice_is_measured_again(name, monkeypatch):
     """The second time it may be rounded otherwise: here it is at least half as long again."""
-    original, seen = getattr(factored, name), []
+    seen, is_likely = [], name == "likely_norm"
+    name, steps = ("_formed", 2) if is_likely else (name, 40)
+    original = getattr(factored, name)
 
     def other(first, second):
         seen.append(first)
-        factor = 1 if len(seen) == 1 else 1.5
+        factor = 1.5 if is_likely or len(seen) > 1 else 1
         grown = lambda x: x * factor if eqx.is_inexact_array(x) else x  # noqa: E731
         return original(first, jax.tree.map(grown, second))
 
@@ -167,14 +169,16 @@ def test_what_is_computed_again_of_a_slice_is_measured_again(name, monkeypatch):
         used = lambda w: x @ w if name == "_formed" else w[x[:, 0].astype(int)]  # noqa: E731
         return jnp.sum(jax.lax.map(lambda w: jnp.sum(used(w) * g), model["w"]))
 
+    if is_likely:  # which is for accelerators
+        monkeypatch.setattr(factored, "is_cpu", lambda: False)
     monkeypatch.setattr(factored, name, other)
     rules, rng = rules_of(params=(("w", P(None, None, "data")),)), np.random.default_rng(0)
-    x, g = np.float32(rng.integers(0, 3, (8, 40, 3))), np.float32(rng.normal(size=(8, 40, 8)))
+    x, g = np.float32(rng.integers(0, 3, (8, steps, 3))), np.float32(rng.normal(size=(8, steps, 8)))
     grad_fn = dp.filter_clipped_grad(fun, l2_clip_norm=0.7, sharding=rules, method="book_keeping")
     with jax.set_mesh(rules.mesh):
         model = rules.shard({"w": jnp.zeros((2, 3, 8))})
         found = eqx.filter_jit(grad_fn)(model, x, g, is_padding_example=np.arange(8) != 0)
-    assert len(seen) == 2
+    assert len(seen) == (1 if is_likely else 2)
     assert 0.69 < np.linalg.norm(found["w"]) <= 0.7
 
 
