@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Shaped, UInt32
+from jaxtyping import Array, Float, UInt32
 
+from ..device import is_cpu
 from ..precision import stage
+from ..rewrites import apart, not_repeated, side_by_side, together
 from .chacha import NOISE, ROUNDS, block, positions
 from .grid import cells_of, in_cells, on_grid, rounded
 from .integer_gaussian import WORDS, held, pair_of_normals, product
@@ -29,6 +31,9 @@ _MOST_NORM = 7
 
 _TOGETHER = 2**16
 """Leaves of at most this many entries share a kernel, because each kernel takes time to compile."""
+
+_STACKED = 2**24
+"""So do leaves of one shape, of at most this many entries together: a stack is a copy."""
 
 
 class Leaf(NamedTuple):
@@ -78,11 +83,13 @@ def with_noise(
         words = jax.random.key_data(stream.key)
         results: dict[int, Any] = {}
         drawn: dict[int, Any] = {}
-        alike: dict[Any, list[int]] = {}
+        by_entry = is_apart or jax.device_count() > 1 or not is_cpu()
+        kinds: list[Any] = []
         for i, leaf in enumerate(leaves):
             is_small = leaf.gradient.size <= _TOGETHER and not is_apart and leaf.sharding is None
-            alike.setdefault((leaf.gradient.dtype, leaf.result) if is_small else i, []).append(i)
-        for group in alike.values():
+            shape = leaf.gradient.shape if by_entry and leaf.sharding is None else i
+            kinds.append((leaf.gradient.dtype, leaf.result, None if is_small else shape))
+        for group in together(kinds, [leaf.gradient.size for leaf in leaves], _STACKED):
             first = leaves[group[0]]
             names = NOISE | np.array([leaves[i].number for i in group], np.uint32)
             is_divided = is_apart or first.sharding is not None or jax.device_count() > 1
@@ -140,10 +147,14 @@ def _noised(
         counter: Counter, names: Any, sums: list[Any], past: list[Past]
     ) -> tuple[list[Any], Past]:
         shapes = [x.shape for x in sums]
-        placed = [_places(*each) for each in zip(shapes, names, strict=True)]
-        position, name, is_second = map(_side_by_side, zip(*placed, strict=True))
+        if len({*shapes}) == 1:  # one leaf, or a stack: positions are those of one
+            its_own = names.reshape(-1, *[1] * len(shapes[0])) if sums[1:] else names[0]
+            position, name, is_second = _places(shapes[0], its_own)
+        else:
+            placed = [_places(*each) for each in zip(shapes, names, strict=True)]
+            position, name, is_second = map(side_by_side, zip(*placed, strict=True))
         with stage("grid"):
-            total = _side_by_side(sums)
+            total = side_by_side(sums)
 
         def draw(counter: Counter) -> Any:
             first, second = normals(counter, position, name)
@@ -151,22 +162,22 @@ def _noised(
                 return jnp.where(is_second == 1, second, first)
 
         noise, fresh = _correlated(draw, counter, correlation, past)
-        kept = [*zip(*(_apart(x, shapes) for x in _words_of(fresh)), strict=True)] if past else []
+        kept = [*zip(*(apart(x, shapes) for x in _words_of(fresh)), strict=True)] if past else []
         cells = held(_cells(total, noise, stddev).astype(jnp.int32)).astype(jnp.int64)
-        return _apart(_noisy(total, cells, stddev), shapes), kept
+        return apart(_noisy(total, cells, stddev), shapes), kept
 
     def by_pair(
         counter: Counter, names: Any, sums: list[Any], past: list[Past]
     ) -> tuple[list[Any], Past]:
         halves = [_pairs(x.size) for x in sums]
-        position = _side_by_side([jnp.arange(half, dtype=jnp.uint32) for half in halves])
+        position = side_by_side([jnp.arange(half, dtype=jnp.uint32) for half in halves]).ravel()
         name = [jnp.full(half, name) for half, name in zip(halves, names, strict=True)]
         with stage("grid"):
             flat = [jnp.pad(x.ravel(), (0, 2 * _pairs(x.size) - x.size)) for x in sums]
             # What makes the sums is a kernel of its own: in one with the cipher, where rows have
             # 2^k entries, LLVM vectorizes neither.
             total = not_repeated(jnp.concatenate([x.reshape(2, -1) for x in flat], axis=1))
-        pair = normals(counter, position, _side_by_side(name))
+        pair = normals(counter, position, side_by_side(name).ravel())
         cells, others = (
             _cells(*each, stddev).astype(jnp.uint32) for each in zip(total, pair, strict=True)
         )
@@ -209,7 +220,8 @@ def _places(shape: tuple[int, ...], name: Any) -> tuple[Any, Any, Any]:
     pair = jnp.where(is_second, position - half, position)
     if size > 2**32:
         name = name | ((pair >> np.uint64(32)).astype(jnp.uint32) << np.uint32(LEAF_BITS))
-    return pair.astype(jnp.uint32), jnp.broadcast_to(name, shape), is_second.astype(jnp.uint32)
+    found = jnp.broadcast_arrays(pair.astype(jnp.uint32), name, is_second.astype(jnp.uint32))
+    return found[0], found[1], found[2]
 
 
 def _cells(x: Float[Array, "*shape"], noise: Any, stddev: float) -> Any:
@@ -245,7 +257,7 @@ def _correlated(
             "standard deviations: integers have no room. Take dp.Banded.bisr or lambda_cgd."
         )
     if past:
-        before = [_number_of(*map(_side_by_side, zip(*kept, strict=True))) for kept in past]
+        before = [_number_of(*map(side_by_side, zip(*kept, strict=True))) for kept in past]
 
         def of_earlier(weights: Sequence[float]) -> Any:
             sizes = map(_weight, weights[1:])
@@ -285,30 +297,3 @@ def _words_of(x: Any) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]
 def _number_of(high: UInt32[Array, "*n"], low: UInt32[Array, "*n"]) -> Any:
     """The int64 of these words."""
     return ((high.astype(jnp.uint64) << np.uint64(32)) | low.astype(jnp.uint64)).astype(jnp.int64)
-
-
-def _side_by_side(arrays: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "..."]:
-    """Joins arrays, once: XLA would repeat the code of the cipher for each in every kernel."""
-    return not_repeated(jnp.concatenate([*map(jnp.ravel, arrays)])) if arrays[1:] else arrays[0]
-
-
-def _apart(x: Shaped[Array, "..."], shapes: list[tuple[int, ...]]) -> list[Shaped[Array, "..."]]:
-    """What `_side_by_side` joined."""
-    if len(shapes) == 1:
-        return [x]
-    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
-    return [part.reshape(shape) for part, shape in zip(jnp.split(x, ends), shapes, strict=True)]
-
-
-def not_repeated(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
-    """Returns `x`, bit for bit. XLA computes it once, however many operations read it.
-
-    XLA repeats cheap operations in every kernel that reads their result, and treats the cipher as
-    cheap; Adam's moments and update are three kernels. It does not repeat divisions. This one
-    divides by 1. XLA cannot see that (a number with its lowest bit set is not 0), but LLVM, which
-    generates the machine code, can, and removes it. `jax.lax.optimization_barrier` does not help on
-    a CPU, where it is removed before kernels are formed.
-    """
-    integer = np.dtype(f"uint{8 * x.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(x, integer)
-    return jax.lax.div(x, ((bits | integer.type(1)) != 0).astype(x.dtype))

@@ -59,9 +59,10 @@ def gaussian_privatizer(
     is the result's. (Without a policy the accumulate dtype is float32, and the noise dtype the
     wider of float32 and the gradient's.)
 
-    On GPUs, TPUs and meshes each leaf is one kernel (on a GPU two), small leaves together are one,
-    and no array of noise is held beside a float32 result, in nearly all shardings. One CPU holds a
-    copy of the sum and 16 bits an entry while it draws.
+    On GPUs, TPUs and meshes each leaf is one kernel (on a GPU two), and no array of noise is held
+    beside a float32 result, in nearly all shardings. Small leaves together are one kernel, and so
+    are leaves of one shape, because a GPU's compiler takes 20 s for each: those are copied, at most
+    2^24 entries at once. One CPU holds a copy of the sum and 16 bits an entry while it draws.
 
     The state is a stream of noise (see `noise_stream`): a key, and how many updates were made. The
     noise of an entry is a pure function of these, the leaf's number in the tree, and the entry's

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, Inexact
+from jaxtyping import Array, Bool, Inexact, Shaped
 
 from ..device import is_cpu
 
@@ -68,3 +69,17 @@ def _zeros(shape: Any) -> Array:
         return jnp.zeros_like(shape)
     zero = jnp.zeros_like(shape.update(manual_axis_type=None))
     return jax.lax.pcast(zero, tuple(manual.varying), to="varying")
+
+
+def not_repeated(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
+    """Returns `x`, bit for bit. XLA computes it once, however many operations read it.
+
+    XLA repeats cheap operations in every kernel that reads their result, and treats the cipher as
+    cheap; Adam's moments and update are three kernels. It does not repeat divisions. This one
+    divides by 1. XLA cannot see that (a number with its lowest bit set is not 0), but LLVM, which
+    generates the machine code, can, and removes it. `jax.lax.optimization_barrier` does not help on
+    a CPU, where it is removed before kernels are formed.
+    """
+    integer = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, integer)
+    return jax.lax.div(x, ((bits | integer.type(1)) != 0).astype(x.dtype))
