@@ -436,6 +436,7 @@ def test_no_platform_is_refused(platforms):
 def test_pairs_that_are_drawn_together_are_those_of_each_entry(size, alone):
     """On one CPU, and wherever an entry draws its pair by itself."""
     grads = {"a": jnp.linspace(-9, 9, size), "b": jnp.ones((3, 5)), "c": jnp.full(70_001, jnp.inf)}
+    grads |= {"d": jnp.zeros(70_001), "e": jnp.zeros((3, 5)), "f": jnp.ones(70_001)}
     privatizer = gaussian_privatizer(stddev=0.3, key=KEY)
     together, _ = privatizer.update(grads, privatizer.init(None))
     alone.setattr(jax, "device_count", lambda: 8)
