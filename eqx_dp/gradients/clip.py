@@ -99,8 +99,8 @@ class PerExample(NamedTuple):
     Attributes:
         loss: the loss, in the policy's output dtype.
         grad_norm: the L2 norm of the gradient, in the accumulate dtype; NaN or inf if the gradient
-            is not finite. With a tree of clip norms, a tree of that structure with one norm for
-            each group.
+            is not finite (or, on accelerators, beyond 2^63). With a tree of clip norms, a tree of
+            that structure with one norm for each group.
         aux: the aux that the loss returned, examples along the leading axis; None without
             `has_aux`.
     """

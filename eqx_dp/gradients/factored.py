@@ -51,8 +51,7 @@ class LeafForm(NamedTuple):
         uses: all uses of it.
         dtype: the accumulate dtype.
         is_formed: whether each example's gradient is formed, of a leaf with one use.
-        is_likely: whether its first norm comes from inner products all the same: its sum is scaled
-            down to the first bound (`within`), so that bound needs no proof.
+        is_likely: whether the first norm and bound are from inner products yet: `likely_norm`.
     """
 
     shape: tuple[int, ...]
@@ -162,21 +161,21 @@ def _form_of_slice(use: ParamUse, dtype: np.dtype[Any]) -> LeafForm:
     """How the gradient of one iteration of the enclosing scans is found.
 
     A leaf that is not formed takes copies of both sides, and two terms x terms matrices. Tensor
-    cores write and read these for more time than they multiply: there a formed leaf may take half
-    as much again. It is also added once, not as two parts, and its bound is hardly above its norm.
-    It is formed for its sum alone there, if inner products take fewer operations for the norm.
+    cores write and read these for longer than they multiply: there a formed leaf may take half as
+    much again. It is also added once, not as two parts, and its bound is hardly above its norm. It
+    is formed for its sum alone there, if inner products take fewer operations.
     """
     inner = use.inside()
     terms, (_, features_in, features_out) = inner.terms, inner.matrices
-    entries, both = features_in * features_out, terms * (features_in + features_out)
-    is_formed = entries < (1 if is_cpu() else 1.5) * (both + 2 * terms**2)
-    is_formed &= not inner.kind.is_one_hot
-    return LeafForm(inner.shape, (inner,), dtype, is_formed, both <= entries and not is_cpu())
+    size, both = features_in * features_out, terms * (features_in + features_out)
+    formed = not inner.kind.is_one_hot and size < (1 if is_cpu() else 1.5) * (both + 2 * terms**2)
+    likely = formed and both <= size and not is_cpu()
+    return LeafForm(inner.shape, (inner,), dtype, formed, likely)
 
 
 def first_measure(form: LeafForm, pair: Pair) -> Measure:
-    """Norm and bound of a leaf with one use, before its factors are known."""
-    if form.is_formed and form.is_likely:
+    """Norm and bound of a leaf with one use; the sum is scaled down to a bound without a proof."""
+    if form.is_likely:
         x, g = sides(form.uses[0], *pair, form.dtype)
         return likely_norm(x, g, parts_of_uses(form.uses, form.dtype))
     return norm_and_bound([leaf_gradient(form, [pair])], len(pair[1]), form.dtype)
@@ -377,19 +376,20 @@ def _answers(at: MeasuredUse) -> Callable[..., tuple[Array, Array]]:
     Guarantee: what one example adds is at most its factor times its limit, however the pass rounded
     that found these: the same arrays are measured and added here, and scaled down to the limit.
     """
-    form = _form_of_slice(at.use, at.dtype)
-
-    def added(operands: Any) -> Array:
-        residual, cotangent, request = operands
-        with stage("norm"):
-            leaf = leaf_gradient(form, [(residual, cotangent)])
-            _, bounds = norm_and_bound([leaf], len(cotangent), at.dtype)
-            factors = within(request[:, 0], bounds, request[:, 1])
-        with stage("sum"):
-            return leaf.sum(factors, factors > 0)
 
     @jax.jit
     def of_batch(residual: Any, cotangent: Array, request: Array) -> tuple[Array, Array]:
+        form = _form_of_slice(at.use, at.dtype)  # of the platform that is traced for
+
+        def added(operands: Any) -> Array:
+            residual, cotangent, request = operands
+            with stage("norm"):
+                leaf = leaf_gradient(form, [(residual, cotangent)])
+                _, bounds = norm_and_bound([leaf], len(cotangent), at.dtype)
+                factors = within(request[:, 0], bounds, request[:, 1])
+            with stage("sum"):
+                return leaf.sum(factors, factors > 0)
+
         with stage("norm"):
             measure = first_measure(form, (residual, cotangent))
         total = computed_once(added, (residual, cotangent, request), cotangent)

@@ -216,8 +216,8 @@ def likely_norm(
 
     Nothing is proven of either. They are for gradients that are formed for their sum, measured
     then, and scaled down to the second (`within`). Vectors are not brought to one scale, which
-    would take copies of all: products of entries below 2^-63 vanish, and those above 2^63 make
-    both infinite.
+    would take copies of all: inner products below 2^-126 vanish, and so do their products; beyond
+    2^127 neither is finite.
     """
     of_x, of_g = (contracted("bgtk,bgsk->bgts", side, side, (parts, parts)) for side in (x, g))
     norm = jnp.sqrt(jnp.maximum(jnp.sum(of_x * of_g, axis=(1, 2, 3)), 0))

@@ -19,7 +19,7 @@ from .norms import PRECISION, norm_error, norms, unit_roundoff, without_subnorma
 
 Measure: TypeAlias = tuple[Float[Array, " batch"], Float[Array, " batch"]]
 """The norm of each example's gradient as it was computed, and an upper bound on the true norm of
-what is added for a factor of 1."""
+what is added for a factor of 1, or a limit that it is scaled down to (`within`)."""
 
 
 class LeafGradient(NamedTuple):
