@@ -21,7 +21,6 @@ from tests.audit.by_hand import (
     stepped,
     weighted,
 )
-from tests.tiers import curated
 
 # Gradients that are wrong, each in a step that is otherwise right.
 
@@ -82,10 +81,8 @@ GRADIENTS = {
 }
 
 
-QUICK = ("clipped leaf by leaf", "poisoned")
-
-
-@pytest.mark.parametrize("name", curated(GRADIENTS, QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_a_wrong_gradient(name):
     gradient, rule = GRADIENTS[name]
     report = audited(*stepped(gradient))
@@ -139,7 +136,8 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("result", curated(BESIDE, ["2.size"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("result", BESIDE)
 def test_results_beside_the_release(result):
     step, state = stepped(clipped)
 

@@ -19,7 +19,7 @@ ALONE = dp.gaussian_privatizer(stddev=1.0, key=5)
 PLACED = [(AxisType.Auto, P(None, "data")), (AxisType.Explicit, P("data"))]
 
 
-@pytest.mark.parametrize(("kind", "spec"), curated(PLACED, PLACED[1:]))
+@pytest.mark.parametrize(("kind", "spec"), curated(PLACED, []))
 def test_with_rules(kind, spec):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     rules = dp.ShardingRules(mesh, examples=("data",), params=(("w", spec),))
@@ -60,7 +60,6 @@ def test_in_a_shard_map():
         jax.shard_map(noisy, **places)(jnp.zeros(8), given[1])
 
 
-@pytest.mark.optimized
 def test_a_wide_leaf_is_one_kernel_without_memory_beside_it():
     gradients = jnp.zeros((300, 400))
     program = (

@@ -16,8 +16,6 @@ from tests.sharding.compiled import compiled
 from tests.sharding.fully_sharded_net import batch_of, loss, net, rules_of
 from tests.training import runs
 
-pytestmark = pytest.mark.optimized
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
