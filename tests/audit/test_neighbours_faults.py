@@ -22,6 +22,8 @@ from tests.audit.by_hand import (
     weighted,
 )
 
+pytestmark = pytest.mark.slow
+
 # Gradients that are wrong, each in a step that is otherwise right.
 
 not_clipped = scaled_by(jnp.ones_like)
@@ -81,7 +83,6 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_a_wrong_gradient(name):
     gradient, rule = GRADIENTS[name]
@@ -91,7 +92,6 @@ def test_a_wrong_gradient(name):
         report.raise_if_violated()
 
 
-@pytest.mark.slow
 def test_a_sensitivity_of_another_relation():
     step, state = stepped(clipped)
     replace_one = dp.NeighboringRelation.REPLACE_ONE
@@ -101,13 +101,11 @@ def test_a_sensitivity_of_another_relation():
     assert audited(step, state, neighboring_relation=replace_one, sensitivity=2 * CLIP_NORM).ok
 
 
-@pytest.mark.slow
 def test_an_optimizer_before_the_noise():
     report = audited(*stepped(clipped, optax.chain(optax.adam(1e-2), NOISE)))
     assert {"movement", "beside the noise"} & rules_of(report)
 
 
-@pytest.mark.slow
 def test_noise_by_a_key_that_depends_on_the_data():
     @jax.jit
     def step(model, state, x, y, mask):
@@ -136,7 +134,6 @@ BESIDE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("result", BESIDE)
 def test_results_beside_the_release(result):
     step, state = stepped(clipped)
@@ -150,7 +147,6 @@ def test_results_beside_the_release(result):
     assert audited(telling, state, disclose=[result]).ok
 
 
-@pytest.mark.slow
 def test_an_error_on_an_example():
     step, state = stepped(clipped)
 

@@ -68,7 +68,7 @@ def alone(monkeypatch):
     curated([(1, 1.0), (50, 1.0), (250, 1.0), (1, 1.999e-3)], [(1, 1.0)], every=2),
 )
 def test_noise_is_normal(draws, stddev):
-    """By its cells: Kolmogorov-Smirnov, chi-squared, variance, tails. 2 x 10^8 numbers when slow."""
+    """By its cells: Kolmogorov-Smirnov, chi-squared, variance, tails. Slow: of 2 x 10^8."""
     privatizer, grid = gaussian_privatizer(stddev=stddev, key=KEY), grid_of(stddev)
     zeros, reach = jnp.zeros(4 * 10**6), stddev / grid
     last = int(7 * reach)
