@@ -32,7 +32,7 @@ hypothesis.settings.register_profile("search", derandomize=False)
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
-gc.set_threshold(100_000, 20, 20)  # tracing makes many containers, few of them in cycles
+gc.set_threshold(20_000, 20, 20)  # tracing makes many containers, few of them in cycles
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Virtual devices that meet share few cores: a busy machine needs longer than the 40 s of XLA.
