@@ -1,6 +1,7 @@
 """What an attack on one example finds out, at most, in more than one number."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -79,14 +80,7 @@ class TradeOff:
         At no pair does one Gaussian mechanism of noise multiplier 1 / mu reveal less (Dong et al.
         2022). It is a summary for deltas from the first pair's up; `distance` says how good.
         """
-        most = self.pairs[0][0]
-        if most == 0 or np.isinf(most):
-            return float(most)
-        # Pairs next to 0 say that delta is large, and not how large it has to be. Finite precision
-        # alone makes an epsilon of 5e-5.
-        least = max(most / 100, 1e-3)
-        tight = [self.pairs[0], *(pair for pair in self.pairs[1:] if pair[0] > least)]
-        return 1 / min(dp_accounting.get_sigma_gaussian(*pair) for pair in tight)
+        return _mu(self)
 
     @property
     def distance(self) -> float:
@@ -98,11 +92,31 @@ class TradeOff:
         computes it). Below 0.01, `mu` says it all. At one a, the two shares that are found may
         differ by about twice as much. 17 pairs in place of 180 change it by at most 0.003.
         """
-        normal, alarms = cast(Any, stats.norm), _SHARES[1:]  # scipy is not typed
-        gaussian = normal.cdf(normal.ppf(alarms) + self.mu)
+        return _distance(self)
 
-        def covers(distance: float) -> bool:
-            moved = self.found(np.minimum(alarms + distance, 1)) + distance
-            return bool(np.all(gaussian <= moved + 1e-12))
 
-        return float(next(filter(covers, _SHARES)))
+# Each statement of a run says the same again, until more steps are announced.
+
+
+@functools.lru_cache(maxsize=64)
+def _mu(of: TradeOff) -> float:
+    most = of.pairs[0][0]
+    if most == 0 or np.isinf(most):
+        return float(most)
+    # Pairs next to 0 say that delta is large, and not how large it has to be. Finite precision
+    # alone makes an epsilon of 5e-5.
+    least = max(most / 100, 1e-3)
+    tight = [of.pairs[0], *(pair for pair in of.pairs[1:] if pair[0] > least)]
+    return 1 / min(dp_accounting.get_sigma_gaussian(*pair) for pair in tight)
+
+
+@functools.lru_cache(maxsize=64)
+def _distance(of: TradeOff) -> float:
+    normal, alarms = cast(Any, stats.norm), _SHARES[1:]  # scipy is not typed
+    gaussian = normal.cdf(normal.ppf(alarms) + of.mu)
+
+    def covers(distance: float) -> bool:
+        moved = of.found(np.minimum(alarms + distance, 1)) + distance
+        return bool(np.all(gaussian <= moved + 1e-12))
+
+    return float(next(filter(covers, _SHARES)))

@@ -6,7 +6,8 @@ thirds more time.
 
 Most of a test's time is compilation. XLA is therefore asked to compile fast, and no large program
 is compiled twice in a session. Tests marked `optimized` get the programs that users get: those that
-hold the rounding of clipped sums and of noise against a bound, or count memory and FLOPs.
+hold the rounding of clipped sums and of noise against a bound, or examples apart bit for bit. What
+is left out changes machine code alone: memory, FLOPs and collectives of a program are the same.
 
 Hypothesis tries the same cases in every run, so that CI repeats what was seen before it. With
 `--hypothesis-profile=search` it tries others.
@@ -39,11 +40,13 @@ _PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # The machine code of a program is written by one thread: the other cores have other tests to run.
 _ONE_THREAD = "--xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = " ".join([_PATIENT, _ONE_THREAD, os.environ.get("XLA_FLAGS", "")])
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # of processes that tests start
 
 # One folder for each process: JAX does not write a file of its cache in one step.
 _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-")
 jax.config.update("jax_compilation_cache_dir", _PROGRAMS.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_traceback_in_locations_limit", 0)  # which nobody reads in a program
 
 _started = itertools.count(1)
 _is_fast = True  # also for the models that test modules make as they are imported
@@ -96,6 +99,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_is_optimized)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules stay
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _is_fast
@@ -112,8 +119,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def fast() -> dict[str, str]:
     """The environment of a process whose programs are compiled fast, as those of tests are."""
     added = [f"--{name}={value}".lower() for name, value in _FAST.items()]
-    flags = " ".join([os.environ["XLA_FLAGS"], *added])
-    return {**os.environ, "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+    return {**os.environ, "XLA_FLAGS": " ".join([os.environ["XLA_FLAGS"], *added])}
 
 
 @pytest.fixture

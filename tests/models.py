@@ -16,6 +16,15 @@ import numpy as np
 from jaxtyping import Array
 
 
+def normal(key: Array, shape: tuple[int, ...]) -> Array:
+    """Parameters, by NumPy: a program for each shape compiles for a second. In `vmap`, by JAX."""
+    if isinstance(key, jax.core.Tracer):
+        return jax.random.normal(key, shape)
+    return jnp.asarray(
+        np.random.default_rng(np.asarray(jax.random.key_data(key))).normal(size=shape), "f4"
+    )
+
+
 class Case(NamedTuple):
     """A model, its loss on one example, and where its batches come from."""
 
@@ -136,7 +145,7 @@ class GPT(eqx.Module):
     def __init__(self, key: Array) -> None:
         keys = jax.random.split(key, 4)
         self.embedding = eqx.nn.Embedding(11, 8, key=keys[0])
-        self.position = 0.1 * jax.random.normal(keys[1], (6, 8))
+        self.position = 0.1 * normal(keys[1], (6, 8))
         self.before = eqx.nn.LayerNorm(8)
         self.attention = eqx.nn.MultiheadAttention(2, 8, key=keys[2])
         self.after = eqx.nn.LayerNorm(8)

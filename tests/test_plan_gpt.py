@@ -7,8 +7,6 @@ import pytest
 
 from tests.test_examples import load
 
-pytestmark = pytest.mark.optimized
-
 SMALL = (
     *("--layers", "3", "--width", "64", "--heads", "4", "--length", "128"),
     *("--vocabulary", "128", "--batch", "4", "--microbatch", "2"),

@@ -11,6 +11,8 @@ import pytest
 from tests import oracle
 from tests.test_examples import load, run
 
+pytestmark = pytest.mark.slow
+
 PLAIN = ["train_plainly", "train_plainly_by_shard_map"]
 PRIVATE = ["train_privately", "train_privately_by_shard_map"]
 CASES = ("mean, data", "mean, residual", "GPT")
@@ -39,7 +41,6 @@ def measured(cases):
     return SimpleNamespace(figures=figures, output=output.getvalue(), grads=grads)
 
 
-@pytest.mark.slow
 def test_all_cases_stay_within_their_limits_and_are_printed(measured):
     found = {(figures.case, figures.axis_type) for figures in measured.figures}
     assert found == {(name, axes) for name in CASES for axes in ("Auto", "Explicit")}
@@ -64,7 +65,6 @@ def gradients_of_examples(case):
     return [np.float64(leaf) for leaf in jax.tree.leaves(found)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_clipping_by_hand(measured, cases, name):
     case, gradients = cases[name], gradients_of_examples(cases[name])
@@ -81,7 +81,6 @@ def test_gradients_are_those_of_clipping_by_hand(measured, cases, name):
 # examples/data_parallel.py
 
 
-@pytest.mark.slow
 def test_the_tour_runs_and_says_what_it_should():
     output = run("data_parallel.py")
     for way in ("sharded jit", "shard_map"):
@@ -97,7 +96,6 @@ def trained():
     return {name: getattr(tour, name)(tour.rules_on(8)) for name in PLAIN + PRIVATE}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("names", [PLAIN, PRIVATE], ids=["plain", "private"])
 def test_all_devices_end_with_the_parameters_of_one(trained, names):
     alone = tour.parameters(getattr(tour, names[0])(tour.rules_on(1)).model)
@@ -109,7 +107,6 @@ def test_all_devices_end_with_the_parameters_of_one(trained, names):
             np.testing.assert_allclose(copy, alone, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_privacy_changes_three_lines_and_devices_meet_in_one_reduction(trained):
     changed = tour.changed_lines(tour.train_plainly, tour.train_privately)
     signs = [line[0] for line in changed]

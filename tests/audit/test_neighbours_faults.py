@@ -21,7 +21,8 @@ from tests.audit.by_hand import (
     stepped,
     weighted,
 )
-from tests.tiers import curated
+
+pytestmark = pytest.mark.slow
 
 # Gradients that are wrong, each in a step that is otherwise right.
 
@@ -82,10 +83,7 @@ GRADIENTS = {
 }
 
 
-QUICK = ("clipped leaf by leaf", "poisoned")
-
-
-@pytest.mark.parametrize("name", curated(GRADIENTS, QUICK))
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_a_wrong_gradient(name):
     gradient, rule = GRADIENTS[name]
     report = audited(*stepped(gradient))
@@ -94,7 +92,6 @@ def test_a_wrong_gradient(name):
         report.raise_if_violated()
 
 
-@pytest.mark.slow
 def test_a_sensitivity_of_another_relation():
     step, state = stepped(clipped)
     replace_one = dp.NeighboringRelation.REPLACE_ONE
@@ -104,13 +101,11 @@ def test_a_sensitivity_of_another_relation():
     assert audited(step, state, neighboring_relation=replace_one, sensitivity=2 * CLIP_NORM).ok
 
 
-@pytest.mark.slow
 def test_an_optimizer_before_the_noise():
     report = audited(*stepped(clipped, optax.chain(optax.adam(1e-2), NOISE)))
     assert {"movement", "beside the noise"} & rules_of(report)
 
 
-@pytest.mark.slow
 def test_noise_by_a_key_that_depends_on_the_data():
     @jax.jit
     def step(model, state, x, y, mask):
@@ -139,7 +134,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("result", curated(BESIDE, ["2.size"]))
+@pytest.mark.parametrize("result", BESIDE)
 def test_results_beside_the_release(result):
     step, state = stepped(clipped)
 
@@ -152,7 +147,6 @@ def test_results_beside_the_release(result):
     assert audited(telling, state, disclose=[result]).ok
 
 
-@pytest.mark.slow
 def test_an_error_on_an_example():
     step, state = stepped(clipped)
 

@@ -127,7 +127,6 @@ def test_tracing(results: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.optimized
 def test_sharding(results: Path):
     """A constraint costs nothing here; elsewhere the work of several devices lands on each."""
     found = {(line["contender"], line["devices"]): line for line in lines_of(results, "sharding")}
@@ -147,14 +146,14 @@ def test_fully_sharded(results: Path):
 
 @pytest.mark.slow
 def test_mutants(results: Path):
-    """Six of a small module, whose tests are quick: each is found."""
-    chosen = ("--only", "privacy/chacha", "--tests", "privacy/test_chacha", "--sample", "6")
+    """Three of a small module, whose tests are quick: each is found."""
+    chosen = ("--only", "privacy/chacha", "--tests", "privacy/test_chacha", "--sample", "3")
     found = lines_of(results, "mutants", *chosen, "--limit", "4")
     (total,) = (line for line in found if line["module"] == "all")
-    assert (total["run"], total["killed"]) == ("6", "6")
+    assert (total["run"], total["killed"]) == ("3", "3")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # two minutes; memory of a GPT: tests/test_plan_gpt.py
 def test_large_gpt(results: Path):
     contenders = "non-private", "ghost", "jax_privacy"
     found = lines_of(

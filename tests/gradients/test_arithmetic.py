@@ -153,7 +153,7 @@ def share_of_gram(kind, product):
     return worst
 
 
-@pytest.mark.parametrize("kind", ["random", "cancelling", "equal"])
+@pytest.mark.parametrize("kind", curated(["random", "cancelling", "equal"], ["cancelling"]))
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_bounds_of_sums_of_products(platform, kind, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
@@ -203,7 +203,7 @@ def test_many_sums_are_added_up_as_exactly_as_is_said(platform, floats, growth, 
     assert (np.abs(np.float64(total[0].astype(np.float32)) - exact) <= most).all()
 
 
-@pytest.mark.parametrize("time", [33, 256, 2048])
+@pytest.mark.parametrize("time", curated([33, 256, 2048], [33, 256]))
 def test_bounds_hold_for_sums_term_by_term(time):
     """The order in which sums are at their worst: every rounding goes the same way."""
     constants = np.random.default_rng(2).uniform(1, 2, (2, 40, 1, 1)).astype(np.float32)
@@ -272,12 +272,7 @@ METHODS = ["per_example", "book_keeping", "ghost"]
     ("up", "method", "loss"),
     curated(
         itertools.product([True, False], METHODS, ["matrix", "convolution"]),
-        [
-            (True, "per_example", "convolution"),
-            (False, "book_keeping", "convolution"),
-            (True, "book_keeping", "matrix"),
-            (False, "ghost", "matrix"),
-        ],
+        [(False, "book_keeping", "convolution"), (False, "ghost", "matrix")],
     ),
 )
 def test_one_example_adds_at_most_the_clip_norm(up, method, loss):
@@ -313,6 +308,6 @@ def test_lookups_that_cancel_move_no_row(method):
 def test_weights_of_outer_products_are_zero_or_normal(method):
     """A factor may be normal, and no longer once x has been divided by a tiny power of two."""
     rng = np.random.default_rng(1)
-    x, g = (rng.uniform(1, 2, (40, 1, n)).astype(np.float32) for n in (6, 4))
+    x, g = (rng.uniform(1, 2, (10, 1, n)).astype(np.float32) for n in (6, 4))
     x, g = x * np.float32(2.0**-124), g * np.float32(2.0**126)
     assert share_of_engine("no bias", method, x, g, clip_norm=2.0**-20) <= 1

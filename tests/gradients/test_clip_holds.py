@@ -5,6 +5,8 @@ serves numbers of any scale. Terms cancel among each other and with terms of par
 numbers are as large or small as they go.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,14 +151,21 @@ def attack(kind, time, shape):
     return w, x, g, h, r
 
 
+@functools.cache
+def decomposed(time, shape):
+    """The singular vectors and values of `attack`'s matrix, before it is scaled."""
+    w = np.random.default_rng(time).normal(size=shape).astype(np.float32)
+    return np.linalg.svd(w, full_matrices=False)
+
+
 def against(w, x, g, scale):
     """Tokens whose gradient is the matrix's negative, but for a few digits: a penalty cancels."""
     w = (scale * w).astype(np.float32)
-    left, values, right = np.linalg.svd(w, full_matrices=False)
+    left, values, right = decomposed(x.shape[1], w.shape)
     count = min(len(values), x.shape[1])
     noise = 1e-6 * np.random.default_rng(0).normal(size=(SIZE, count, 1)) if scale == 1 else 0
     x[:, :count] = right[:count] * (1 + noise)
-    g[:, :count] = -(left * values).T[:count]
+    g[:, :count] = -(left * (scale * values)).T[:count]
     g[:, count:] = 0
     return x, g, np.ones(SIZE), w
 
@@ -189,12 +198,7 @@ def shares(use, method, attacks=ATTACKS, policy=None):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    by_method(
-        USES,
-        book_keeping=[name for name in USES if name != "many tokens"],
-        ghost=("lookups",),
-        per_example=("tokens",),
-    ),
+    by_method(USES, book_keeping=[x for x in USES if x != "many tokens"], per_example=("tokens",)),
 )
 def test_uses(name, method):
     share = shares(LOSSES[name], method)
@@ -236,9 +240,7 @@ def test_compositions(seed, method):
 PRESETS = ["mixed_bfloat16", "mixed_float16", "bfloat16", "mixed_float8"]
 
 
-@pytest.mark.parametrize(
-    ("preset", "method"), by_method(PRESETS, book_keeping=("mixed_bfloat16", "mixed_float8"))
-)
+@pytest.mark.parametrize(("preset", "method"), by_method(PRESETS, book_keeping=("mixed_bfloat16",)))
 def test_narrow_policies(preset, method):
     attacks = ["ordinary", "tokens cancel", "equal tokens", "the term cancels 1"]
     share = shares(LOSSES["tokens"], method, attacks, dp.load_policy(preset))

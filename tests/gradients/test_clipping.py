@@ -16,8 +16,6 @@ from tests.gradients import jitted
 from tests.gradients.test_clip_holds import LOSSES, SIZE, attack
 from tests.tiers import by_method, curated
 
-pytestmark = pytest.mark.optimized
-
 CASE, KEYED, KEY = models.mlp(), models.dropout(), jax.random.key(3)
 NOISY = {"key": KEY, "is_padding_example": np.arange(8) % 4 == 1}
 
@@ -69,16 +67,12 @@ def on_mesh(options):
     return jax.set_mesh(options["sharding"].mesh) if "sharding" in options else nullcontext()
 
 
+AT_ONCE = [("Quantile", "book_keeping"), ("PerLayer", "per_example")]
+
+
 @pytest.mark.parametrize(
     ("kind", "way"),
-    curated(
-        itertools.product(RULES, WAYS),
-        [
-            ("Quantile", "book_keeping"),
-            ("AutoS", "ghost"),
-            ("PerLayer", "per_example"),
-        ],
-    ),
+    curated(itertools.product(RULES, WAYS), AT_ONCE, every=2),
 )
 def test_rules(kind, way):
     rule = RULES[kind]
@@ -107,9 +101,8 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"), by_method(HOSTILE, book_keeping=("AutoS1", "Quantile"), ghost=("PerLayer",))
-)
+@pytest.mark.optimized
+@pytest.mark.parametrize(("kind", "method"), by_method(HOSTILE, book_keeping=("Quantile",)))
 def test_the_bound_holds_for_hostile_values(kind, method):
     rule = HOSTILE[kind]
     loss, time, shape = LOSSES["tokens"]
@@ -171,10 +164,7 @@ SUMS = {"at once": {}, "in microbatches": {"microbatch_size": 3}, "devices": WAY
 
 @pytest.mark.parametrize(
     ("clip_norm", "way"),
-    curated(
-        itertools.product([1.0, 1e3, PerLayer(2.0)], SUMS),
-        [(1.0, "in microbatches"), (1e3, "at once"), (PerLayer(2.0), "devices")],
-    ),
+    curated(itertools.product([1.0, 1e3, PerLayer(2.0)], SUMS), [(1.0, "in microbatches")]),
     ids=str,
 )
 def test_a_clipped_sum(clip_norm, way):
@@ -183,9 +173,9 @@ def test_a_clipped_sum(clip_norm, way):
     sum_fn = dp.filter_clipped_sum(histogram, l2_clip_norm=clip_norm, normalize_by=2.0, **options)
     with on_mesh(options):
         found = jax.jit(lambda xs: sum_fn(xs, key=KEY, is_padding_example=MASK))(xs)
-    truth, keys = np.zeros(5), jax.random.split(KEY, 16)
+    truth, keys, plain = np.zeros(5), jax.random.split(KEY, 16), jax.jit(histogram)
     for i in np.flatnonzero(~MASK & np.isfinite(xs).all(1)):
-        values = [np.float64(x) for x in jax.tree.leaves(histogram(xs[i], keys[i]))]
+        values = [np.float64(x) for x in jax.tree.leaves(plain(xs[i], keys[i]))]
         most, sizes = clip_norm, [np.linalg.norm(oracle.vector(values))] * 2
         if isinstance(clip_norm, PerLayer):
             most, sizes = np.sqrt(2), [np.linalg.norm(x) for x in values]

@@ -78,7 +78,10 @@ def poisoned_engine(method):
     return jitted.value_and_grad(poisoned_loss, method=method, **options)
 
 
-@pytest.mark.parametrize("method", curated(["book_keeping", "ghost", "per_example"], ["ghost"]))
+METHODS = ["book_keeping", "ghost", "per_example"]
+
+
+@pytest.mark.parametrize("method", curated(METHODS, ["ghost"]))
 @pytest.mark.parametrize(
     ("kind", "first", "loss_is_finite", "gradient_is_finite"),
     [
@@ -130,7 +133,9 @@ def test_rescaling_by_a_tiny_norm_never_makes_an_infinity():
 SCALES = [1e-30, 1e-22, 1e-10, 1.0, 1e10, 1e19, 1e22, 1e30]
 
 
-@pytest.mark.parametrize(("clip_norm", "rescale"), [(1.0, False), (1e-3, True), (0.0, True)])
+@pytest.mark.parametrize(
+    ("clip_norm", "rescale"), curated([(1.0, False), (1e-3, True), (0.0, True)], [(1e-3, True)])
+)
 def test_gradients_of_any_scale_are_clipped(clip_norm, rescale):
     """One example a scale, each alone in its own coordinates, so that each is seen alone."""
     rows = np.random.default_rng(0).normal(size=(len(SCALES), 9))
@@ -158,7 +163,7 @@ def test_a_norm_at_the_end_of_float32_is_clipped_and_one_beyond_it_adds_zero():
     np.testing.assert_allclose(grads, np.full(16, 25.0), rtol=5e-6)
 
 
-@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+@pytest.mark.parametrize("method", curated(METHODS, ["book_keeping"]))
 def test_terms_that_overflow_and_cancel_leave_the_others_alone(method):
     """A row looked up twice with cotangents whose squares overflow: a gradient of exactly zero."""
     loss = lambda table, rows, weights: jnp.sum(weights[:, None] * table[rows])  # noqa: E731
@@ -171,7 +176,7 @@ def test_terms_that_overflow_and_cancel_leave_the_others_alone(method):
     np.testing.assert_array_equal(found, alone)
 
 
-@pytest.mark.parametrize("method", ["book_keeping", "ghost", "per_example"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scale", [1e-30, 1e22])
 def test_a_gradient_that_the_compiler_knows(method, scale):
     """It is a constant, and alone in its microbatch: nothing may be squared ahead of time."""

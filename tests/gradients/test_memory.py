@@ -10,7 +10,7 @@ import pytest
 import eqx_dp as dp
 from tests.benchmarks.rows import Row, gpt_stacked
 
-pytestmark = [pytest.mark.optimized, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SIZES = {"batch": 8, "length": 32, "width": 32, "depth": 3, "vocabulary": 64}
 

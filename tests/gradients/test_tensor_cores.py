@@ -71,7 +71,7 @@ def test_parts_add_up():
     assert jnp.array_equal(split(half), half)
 
 
-@pytest.mark.parametrize("kind", ["random", "cancelling", "equal"])
+@pytest.mark.parametrize("kind", curated(["random", "cancelling", "equal"], ["cancelling"]))
 @pytest.mark.parametrize(("dtype", "parts"), [(jnp.bfloat16, 1), (jnp.float16, 2)])
 @pytest.mark.parametrize("time", curated([1, 9], [9]))
 def test_bounds_of_sums_of_parts(kind, dtype, parts, time):

@@ -12,8 +12,6 @@ import eqx_dp as dp
 from eqx_dp import device, plan_memory
 from tests import models
 
-pytestmark = pytest.mark.optimized
-
 
 def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -27,9 +27,8 @@ SEARCHED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "row", [*SEARCHED[:1], *(pytest.param(row, marks=pytest.mark.slow) for row in SEARCHED[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SEARCHED)
 def test_noise_is_that_of_a_fine_search(row):
     epsilon, delta, sampling_prob, steps, relation, expected = row
     plan = PrivacyPlan.calibrate(

@@ -116,6 +116,7 @@ def test_jax_gives_the_example_away_and_certified_noise_does_not(attacks):
         assert is_likely(count, models, beyond + 0.005)
 
 
+@pytest.mark.slow
 def test_true_delta_of_what_jax_draws(attacks):
     """The figures of `examples/guides/mechanisms.md`: ends of float32 normals, and deltas."""
     drawn = attacks.all_of_jax() / np.float32(PLAN.noise_multiplier)

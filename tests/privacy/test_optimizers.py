@@ -81,7 +81,7 @@ def pairs(model):
     return [(model["right"][0], model["right"][1]), (model["left"][0], model["left"][1])]
 
 
-@pytest.mark.parametrize("scale", curated([0.1, 1.0, 10.0], [10.0]))
+@pytest.mark.parametrize("scale", curated([0.1, 1.0, 10.0], []))
 def test_norms_and_noise_of_lora_do_not_depend_on_its_factors(scale):
     """Two adapters, U F on the left and F U on the right of an input, against a product alone."""
     rng = np.random.default_rng(0)

@@ -33,7 +33,7 @@ TAKEN = 1e-12 + 2.0**-51
 # What is accounted for.
 
 
-@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("relation", curated(RELATIONS, RELATIONS[:2]))
 def test_epsilon_is_that_of_dp_accounting(relation):
     plan = dataclasses.replace(PLAN, neighboring_relation=relation)
     # In dp_accounting's terms: noise standard deviation over norm bound.
@@ -155,7 +155,9 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("sampling_prob", "steps", "noise", "published"), PUBLISHED)
+@pytest.mark.parametrize(
+    ("sampling_prob", "steps", "noise", "published"), curated(PUBLISHED, PUBLISHED[:1])
+)
 def test_published_figures_are_those_of_the_event(sampling_prob, steps, noise, published):
     plan, accountant = PrivacyPlan(sampling_prob, steps, noise, 1e-5), RdpAccountant()
     divergences = accountant.compose(plan.event())._rdp
@@ -287,7 +289,7 @@ class FakeGradFn:
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize("bound", [0.5, 3.0])
+@pytest.mark.parametrize("bound", curated([0.5, 3.0], [3.0]))
 def test_privatizer_has_the_plans_noise(relation, bound):
     plan = dataclasses.replace(PLAN, neighboring_relation=relation)
     key, grads = 1, jnp.zeros(100_000)

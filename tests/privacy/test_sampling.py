@@ -217,7 +217,7 @@ def test_what_is_no_source_is_refused(sources, reason):
 # Slots, hosts and devices.
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 3000),
     st.floats(1e-6, 1.0),
@@ -324,7 +324,7 @@ def uniform_subsets(times_kept, sizes):
 
 
 @pytest.mark.parametrize("hosts", curated([1, 3], [3]))
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", curated([False, True], [True]))
 def test_overflow_is_cut_at_random(hosts, shared):
     whole = PoissonSampler(num_examples=60, sampling_prob=0.5, seed=6)
     room = 30 // hosts

@@ -18,7 +18,7 @@ KINDS = [
     dp.sampling.BallsInBins(4),
     dp.sampling.RandomAllocation(4),
 ]
-STEPS, RUNS, EXAMPLES = 9, 400, 30
+STEPS, RUNS, EXAMPLES = 9, 250, 30
 
 
 def plain(kind, random):

@@ -38,7 +38,7 @@ class Net(eqx.Module):
 
 
 def net(remat=True):
-    keys = iter(jax.random.split(jax.random.key(0), 8))
+    rng = np.random.default_rng(0)
     shapes = {
         "embedding": (VOCABULARY, WIDTH),
         "up": (LAYERS, WIDTH, 2 * WIDTH),
@@ -48,7 +48,9 @@ def net(remat=True):
         "head": (WIDTH, OUT),
         "shift": (OUT,),
     }
-    arrays = {name: jax.random.normal(next(keys), shape) / 4 for name, shape in shapes.items()}
+    arrays = {
+        name: jnp.asarray(rng.normal(size=shape) / 4, jnp.float32) for name, shape in shapes.items()
+    }
     return Net(**arrays, remat=remat)
 
 

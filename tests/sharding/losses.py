@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
+from tests import models
 
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -73,10 +74,10 @@ class Block(eqx.Module):
         keys = jax.random.split(key, 4)
         depth = WIDTH // HEADS
         self.norms = [eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH)]
-        self.qkv = jax.random.normal(keys[0], (WIDTH, 3, HEADS, depth)) * WIDTH**-0.5
-        self.out = jax.random.normal(keys[1], (HEADS, depth, WIDTH)) * WIDTH**-0.5
-        self.up = jax.random.normal(keys[2], (WIDTH, 4 * WIDTH)) * WIDTH**-0.5
-        self.down = jax.random.normal(keys[3], (4 * WIDTH, WIDTH)) * (4 * WIDTH) ** -0.5
+        self.qkv = models.normal(keys[0], (WIDTH, 3, HEADS, depth)) * WIDTH**-0.5
+        self.out = models.normal(keys[1], (HEADS, depth, WIDTH)) * WIDTH**-0.5
+        self.up = models.normal(keys[2], (WIDTH, 4 * WIDTH)) * WIDTH**-0.5
+        self.down = models.normal(keys[3], (4 * WIDTH, WIDTH)) * (4 * WIDTH) ** -0.5
         self.says = says
 
     def __call__(self, x):
@@ -115,8 +116,8 @@ class GPT(eqx.Module):
 
     def __init__(self, says, is_stacked=False, depth=2):
         keys = jax.random.split(jax.random.key(0), depth + 2)
-        self.embedding = jax.random.normal(keys[0], (VOCABULARY, WIDTH))
-        self.head = jax.random.normal(keys[1], (WIDTH, VOCABULARY)) * WIDTH**-0.5
+        self.embedding = models.normal(keys[0], (VOCABULARY, WIDTH))
+        self.head = models.normal(keys[1], (WIDTH, VOCABULARY)) * WIDTH**-0.5
         self.is_stacked, self.says = is_stacked, says
         if is_stacked:
             self.blocks = eqx.filter_vmap(lambda key: Block(says, key))(keys[2:])

@@ -16,10 +16,9 @@ from tests.sharding.compiled import compiled
 from tests.sharding.fully_sharded_net import batch_of, loss, net, rules_of
 from tests.training import runs
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "remat"), [("ghost", True), ("book_keeping", True), ("ghost", False)]
 )
@@ -46,7 +45,6 @@ def program(rules, fun, width, batch):
         return compiled(grad_fn, weights, *rules.shard_batch((batch,)))
 
 
-@pytest.mark.slow
 def test_a_checkpoint_around_a_scan_keeps_no_whole_parameter():
     def fun(weights, x):
         scanned = jax.checkpoint(
@@ -59,7 +57,6 @@ def test_a_checkpoint_around_a_scan_keeps_no_whole_parameter():
     assert found.temporary_bytes < 8 * 256**2 * 4 / 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_over_another_axis_each_device_gathers_and_scatters_its_own_part(kind):
     """The compiler would first gather over `model` what devices along that divide."""
@@ -95,7 +92,6 @@ def trained(rules, steps=3, **options):
     return state, step, batch, {"is_padding_example": mask}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_steps_are_those_of_one_device(kind):
     options = {"method": "ghost", "microbatch_size": 2}
@@ -110,7 +106,6 @@ def test_steps_are_those_of_one_device(kind):
     assert all(x.sharding.is_equivalent_to(spec, 3) for x in moments)
 
 
-@pytest.mark.slow
 def test_a_step_passes_its_checks():
     policy = dp.load_policy("mixed_bfloat16")
     options = {"policy": policy, "method": "ghost", "microbatch_size": 1}

@@ -13,6 +13,8 @@ from tests.sharding.losses import GPT, Says, language_loss, mesh_of, tokens
 from tests.training.fire import Place
 from tests.training.processes import Fleet
 
+pytestmark = pytest.mark.slow
+
 NUM_EXAMPLES, STEPS = 64, 3
 PLAN = dp.PrivacyPlan(sampling_prob=0.2, steps=STEPS, noise_multiplier=0.5, delta=1e-5)
 
@@ -126,7 +128,6 @@ def on_two_hosts(tmp_path):
         yield run
 
 
-@pytest.mark.slow
 def test_two_hosts_do_what_one_does(on_two_hosts):
     (params, noise, indices), both = train(), on_two_hosts(train, devices=4)
     for a, b, alone in zip(both[0][0], both[1][0], params, strict=True):
@@ -145,7 +146,6 @@ def test_two_hosts_do_what_one_does(on_two_hosts):
         np.testing.assert_array_equal(np.sort(union[union >= 0]), np.sort(whole[whole >= 0]))
 
 
-@pytest.mark.slow
 def test_two_hosts_share_parameters(on_two_hosts):
     """Collectives within loops, one host with less to do than the other: two devices each."""
     alone, both = fully_sharded(), on_two_hosts(fully_sharded, devices=2)
@@ -156,12 +156,10 @@ def test_two_hosts_share_parameters(on_two_hosts):
             np.testing.assert_allclose(a, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_an_example_that_two_hosts_would_share_is_refused(on_two_hosts):
     assert len(set(on_two_hosts(shards_across_hosts, devices=2))) == 1
 
 
-@pytest.mark.slow
 def test_parts_that_were_not_put_together_are_refused(on_two_hosts):
     ways = ["engine", "traced", "check", "step"]
     assert on_two_hosts(parts_by_themselves, devices=2) == [ways] * 2

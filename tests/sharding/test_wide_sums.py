@@ -9,6 +9,7 @@ import pytest
 
 import eqx_dp as dp
 from tests.sharding.losses import mesh_of
+from tests.tiers import curated
 
 SLOTS = 2**14
 MODEL = {"w": jnp.zeros((8, 3))}
@@ -28,7 +29,7 @@ def gradient(devices, slots=SLOTS, accumulators="params"):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("accumulators", ["params", "examples"])
+@pytest.mark.parametrize("accumulators", curated(["params", "examples"], ["examples"]))
 @pytest.mark.parametrize(("slots", "dtype"), [(SLOTS, "f64"), (512, "f32")])
 def test_where_float32_would_cost_one_percent(slots, dtype, accumulators):
     grad_fn, arguments = gradient(8, slots, accumulators)

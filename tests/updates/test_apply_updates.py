@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from eqx_dp.privacy import key_from_secret
-from tests.tiers import curated
 
 BF16 = jnp.bfloat16
 NEAREST = dp.parse_policy("p=bf16,c=bf16,o=f32")
@@ -135,7 +134,8 @@ def test_bits_follow_from_key_and_path_alone():
     assert (later["b"] != alone["b"]).any()
 
 
-@pytest.mark.parametrize("axis_type", curated([AxisType.Auto, AxisType.Explicit], [AxisType.Auto]))
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_the_same_on_eight_devices(axis_type):
     leaf = jnp.ones((16, 33), BF16)
     update = jnp.linspace(0, 2.0**-8, leaf.size).reshape(leaf.shape)

@@ -33,13 +33,14 @@ def moments(state):
     return [x for x in jax.tree.leaves(state.opt_state[1]) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
+NARROWEST = f"c=f32,{NARROW}", "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("policy", "dtype"),
-    [
-        pytest.param("c=bf16,o=f32", "float32", marks=pytest.mark.slow),
-        ("p=bf16,c=bf16,o=f32", "float32"),
-        (f"c=f32,{NARROW}", "bfloat16"),
-    ],
+    curated(
+        [("c=bf16,o=f32", "float32"), ("p=bf16,c=bf16,o=f32", "float32"), NARROWEST], [NARROWEST]
+    ),
 )
 def test_a_step_holds_it_in_the_declared_dtype(policy, dtype):
     step = made(policy)

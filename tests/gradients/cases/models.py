@@ -11,6 +11,7 @@ import numpy as np
 from equinox import nn
 from jaxtyping import Array
 
+from tests import models
 from tests.gradients.cases.tables import Table, random_like
 from tests.models import Case, cross_entropy, gpt
 
@@ -86,8 +87,8 @@ class LowRankLinear(eqx.Module):
     def __init__(self, base: nn.Linear, rank: int, key: Array) -> None:
         self.base = base
         keys = jax.random.split(key)
-        self.down = jax.random.normal(keys[0], (rank, base.in_features))
-        self.up = 0.3 * jax.random.normal(keys[1], (base.out_features, rank))
+        self.down = models.normal(keys[0], (rank, base.in_features))
+        self.up = 0.3 * models.normal(keys[1], (base.out_features, rank))
 
     def __call__(self, x: Array, *, key: Array | None = None) -> Array:
         return self.base(x) + self.up @ (self.down @ x)

@@ -14,6 +14,7 @@ import numpy as np
 from equinox import nn
 from jaxtyping import Array
 
+from tests import models
 from tests.models import Case
 
 Make: TypeAlias = Callable[[str], Case]
@@ -162,7 +163,7 @@ def mlp(*sizes: Any) -> Callable[[Array], nn.MLP]:
 
 
 def array(*shape: int) -> Callable[[Array], Array]:
-    return lambda key: 0.5 * jax.random.normal(key, shape)
+    return lambda key: 0.5 * models.normal(key, shape)
 
 
 def stacked(make: Callable[[Array], Any], depth: int) -> Callable[[Array], Any]:
