@@ -168,14 +168,6 @@ def test_layers_that_cost_most_are_kept_wide():
     assert dp.parse_policy(str(found.recommended)) == found.recommended
 
 
-@pytest.mark.exhaustive  # a minute
-def test_an_optimizer_that_knows_of_noise_reaches_a_lower_loss():
-    example = load("optimizers")
-    plan = dp.PrivacyPlan(0.5, 300, noise_multiplier=4.0, delta=1e-5)
-    loss = {name: found for name, (found, _) in example.compare(plan, seeds=4).items()}
-    assert loss["disk(sgd)"] < loss["sgd"] - 0.005
-
-
 @pytest.mark.slow
 def test_correlated_noise_reaches_a_lower_loss(tmp_path):
     example, picture = load("correlated_noise"), tmp_path / "a.png"

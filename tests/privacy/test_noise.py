@@ -448,27 +448,6 @@ def test_pairs_that_are_drawn_together_are_those_of_each_entry(size, alone):
 # In company.
 
 
-def test_chain_adds_noise_before_the_optimizer():
-    grads = {"w": jnp.ones(50)}
-    privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
-    chained = optax.chain(privatizer, optax.sgd(0.5))
-
-    @jax.jit
-    def step(state, _):
-        updates, state = chained.update(grads, state, grads)
-        return state, updates
-
-    # The state keeps its structure and dtypes, or the scan would refuse it.
-    first = chained.init(grads)
-    state, updates = jax.lax.scan(step, first, None, length=3)
-    noise_state = first[0]
-    for t in range(3):
-        noisy, noise_state = privatizer.update(grads, noise_state)
-        noise = noisy["w"] - grads["w"]
-        np.testing.assert_allclose(updates["w"][t], -0.5 * (1 + noise), rtol=1e-5, atol=1e-6)
-    assert eqx.tree_equal(state[0], noise_state)
-
-
 def test_donated_state_does_not_take_the_callers_key_along():
     privatizer = gaussian_privatizer(stddev=1.0, key=(key := jnp.copy(KEY)))
     donating = functools.partial(jax.jit, donate_argnums=1)(privatizer.update)

@@ -150,20 +150,6 @@ def test_audits_of_the_library_are_read(copy):
     assert "none -> x 1024" in text_of(copy)
 
 
-def test_lines_that_are_no_metrics_are_passed_over(copy):
-    """As a run that is resumed does: half a line of a process that was killed, and others'."""
-    with (copy / "metrics.jsonl").open("a") as stream:
-        stream.write('\n{"step": 7, "accuracy": 1e999, "text": "no", "yes": true, "deep": [1]}\n')
-        stream.write('{"step": 7, "huge": 1' + "0" * 400 + '}\n[]\n{"step": "8"}\n{"step": -1}\n')
-        stream.write("[" * 100_000 + "\nno json\n" + '{"step": 8, "accuracy": 0.75}\n{"step": 9, ')
-    found = read_run(copy).metrics
-    assert found.keys() == {"accuracy", "error", "huge"}
-    assert found["accuracy"][-3:] == [(STEPS, 0.5), (7, None), (8, 0.75)]
-    page_of(copy)
-    (copy / "metrics.jsonl").unlink()
-    assert "The run recorded no metrics." in text_of(copy)
-
-
 # What is refused.
 
 
