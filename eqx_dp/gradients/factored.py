@@ -51,7 +51,7 @@ class LeafForm(NamedTuple):
         uses: all uses of it.
         dtype: the accumulate dtype.
         is_formed: whether each example's gradient is formed, of a leaf with one use.
-        is_likely: whether the first norm and bound are from inner products yet: `likely_norm`.
+        is_likely: whether its first norm and bound come from inner products: see `likely_norm`.
     """
 
     shape: tuple[int, ...]
@@ -174,7 +174,7 @@ def _form_of_slice(use: ParamUse, dtype: np.dtype[Any]) -> LeafForm:
 
 
 def first_measure(form: LeafForm, pair: Pair) -> Measure:
-    """Norm and bound of a leaf with one use; the sum is scaled down to a bound without a proof."""
+    """Norm and first bound of a leaf with one use. Without a proof the sum is scaled down to it."""
     if form.is_likely:
         x, g = sides(form.uses[0], *pair, form.dtype)
         return likely_norm(x, g, parts_of_uses(form.uses, form.dtype))

@@ -100,7 +100,7 @@ class Kind(abc.ABC):
     def outer_products(
         self, residual: Any, cotangent: Array, dtype: Any
     ) -> Float[Array, "group features_in features_out"]:
-        """The gradient as matrices, of vectors that are cast to a dtype first."""
+        """The gradient as matrices, of vectors cast to a dtype first; of kinds with `has_rule`."""
         raise NotImplementedError(f"{self.name} has no rule of its own.")
 
     @property

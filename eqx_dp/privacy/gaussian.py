@@ -33,7 +33,8 @@ _TOGETHER = 2**16
 """Leaves of at most this many entries share a kernel, because each kernel takes time to compile."""
 
 _STACKED = 2**24
-"""So do leaves of one shape, of at most this many entries together: a stack is a copy."""
+"""So do leaves of one shape, of at most this many entries together: a stack is a copy. Leaves on
+Explicit axes do not: each has a sharding of its own."""
 
 
 class Leaf(NamedTuple):
@@ -83,11 +84,11 @@ def with_noise(
         words = jax.random.key_data(stream.key)
         results: dict[int, Any] = {}
         drawn: dict[int, Any] = {}
-        by_entry = is_apart or jax.device_count() > 1 or not is_cpu()
+        is_by_entry = is_apart or jax.device_count() > 1 or not is_cpu()
         kinds: list[Any] = []
         for i, leaf in enumerate(leaves):
             is_small = leaf.gradient.size <= _TOGETHER and not is_apart and leaf.sharding is None
-            shape = leaf.gradient.shape if by_entry and leaf.sharding is None else i
+            shape = leaf.gradient.shape if is_by_entry and leaf.sharding is None else i
             kinds.append((leaf.gradient.dtype, leaf.result, None if is_small else shape))
         for group in together(kinds, [leaf.gradient.size for leaf in leaves], _STACKED):
             first = leaves[group[0]]

@@ -60,9 +60,10 @@ def gaussian_privatizer(
     wider of float32 and the gradient's.)
 
     On GPUs, TPUs and meshes each leaf is one kernel (on a GPU two), and no array of noise is held
-    beside a float32 result, in nearly all shardings. Small leaves together are one kernel, and so
-    are leaves of one shape, because a GPU's compiler takes 20 s for each: those are copied, at most
-    2^24 entries at once. One CPU holds a copy of the sum and 16 bits an entry while it draws.
+    beside a float32 result, in nearly all shardings. A GPU's compiler takes 20 s for each kernel.
+    So small leaves are one kernel together, and leaves of one shape are, too, unless axes are
+    Explicit: they are copied, at most 2^24 entries at once. One CPU holds a copy of the sum and 16
+    bits an entry while it draws.
 
     The state is a stream of noise (see `noise_stream`): a key, and how many updates were made. The
     noise of an entry is a pure function of these, the leaf's number in the tree, and the entry's

@@ -95,7 +95,7 @@ def test_a_strategy_that_rises_is_refused():
 
 # Draws.
 
-SHAPES = {"w": (300,), "more": (7, 11), "large": (2**16 + 1,)}
+SHAPES = {"w": (300,), "more": (7, 11), "large": (2**16 + 1,), "twin": (2**16 + 1,)}
 ZEROS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
