@@ -23,9 +23,12 @@ import beartype
 import beartype.roar
 import hypothesis
 import jax
+import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import numpy.typing as npt
 import pytest
+from jax import lax
 from jax._src import compiler
 
 hypothesis.settings.register_profile("search", derandomize=False)
@@ -42,10 +45,12 @@ _ONE_THREAD = "--xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = " ".join([_PATIENT, _ONE_THREAD, os.environ.get("XLA_FLAGS", "")])
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # of processes that tests start
 
-# One folder for each process: JAX does not write a file of its cache in one step.
+# One folder for all processes of a session: those that pytest starts get its name. JAX reads a file
+# that is half written as no file: it warns, and compiles.
 _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-")
-jax.config.update("jax_compilation_cache_dir", _PROGRAMS.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+_folder = os.environ.setdefault("EQX_DP_TEST_PROGRAMS", _PROGRAMS.name)
+jax.config.update("jax_compilation_cache_dir", _folder)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_traceback_in_locations_limit", 0)  # which nobody reads in a program
 
 _started = itertools.count(1)
@@ -66,6 +71,19 @@ def _options_of_the_test(*arguments: Any, **named: Any) -> Any:
 
 
 compiler.get_compile_options = _options_of_the_test
+
+
+_full = lax.broadcast_in_dim_p.impl
+
+
+@lax.broadcast_in_dim_p.def_impl
+def _full_by_numpy(number: Any, *sizes: Any, shape: tuple[int, ...], **params: Any) -> Any:
+    """`jnp.zeros` and its like, outside of `jit`: JAX compiles a program a shape, for 40 ms."""
+    is_number = isinstance(number, jax.Array) and number.shape == () and not number.weak_type
+    is_free = is_number and not number.committed and jax.sharding.get_abstract_mesh().empty
+    if not is_free or params["sharding"] or jnp.issubdtype(number.dtype, jax.dtypes.extended):
+        return _full(number, *sizes, shape=shape, **params)
+    return jax.device_put(np.full(shape, number))
 
 
 def _is_optimized(item: pytest.Item) -> bool:

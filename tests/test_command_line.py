@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,7 @@ def test_policies_shows_and_checks_one(tmp_path, capsys):
 # eqx-dp epsilon
 
 RUN = ("epsilon", "--examples", "6000", "--batch", "60", "--epochs", "2")
+BUDGET = (*RUN, "--epsilon=2", "--delta=1e-5", "--relation=replace-one")
 
 
 @pytest.mark.slow
@@ -90,13 +92,6 @@ def test_epsilon_of_a_noise_multiplier_is_the_plan_s(capsys, tmp_path):
     assert f"{file}: a plan must be JSON" in refused(capsys, *mine)
 
 
-@pytest.mark.slow
-def test_epsilon_finds_the_noise_of_a_budget(capsys):
-    text = printed(capsys, *RUN, "--epsilon=2", "--delta=1e-5", "--relation=replace-one")
-    assert "epsilon 2.000, delta 1e-05, after 200 steps" in text
-    assert "NeighboringRelation.REPLACE_ONE" in text
-
-
 def test_epsilon_refuses_what_no_run_can_be(capsys):
     words = (*RUN, "--noise-multiplier", "1")
     assert "--batch: found 7000; allowed: at most 6000" in refused(capsys, *words, "--batch=7000")
@@ -115,21 +110,12 @@ def trained_run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("run"))
 
 
-@pytest.mark.slow
-def test_report_writes_a_page_and_nothing_else(trained_run, tmp_path, capsys):
+def test_report_replaces_nothing_but_reports(trained_run, tmp_path, capsys):
     run = copied(trained_run, tmp_path / "run")
-    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     page = run / "report.html"
     for _ in range(2):  # a report is replaced
         assert printed(capsys, "report", str(run)) == f"{page}\n"
-    after = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    assert "Privacy report: run" in Page(after.pop(page).decode()).text()
-    assert after == before
-    elsewhere = tmp_path / "page.html"
-    assert printed(capsys, "report", str(run), "--output", str(elsewhere)) == f"{elsewhere}\n"
-
-
-def test_report_replaces_nothing_but_reports(trained_run, tmp_path, capsys):
+    assert "Privacy report: run" in Page(page.read_text("utf-8")).text()
     mine = tmp_path / "mine.html"
     mine.write_text("my own")
     link = tmp_path / "link.html"
@@ -165,7 +151,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ([*RUN, "--noise-multiplier", "9"], 0, "noise multiplier 9"),
+        (BUDGET, 0, r"(?s)epsilon 2\.000, delta 1e-05, after 200 steps.*Relation\.REPLACE_ONE"),
         (["report", "RUN"], 1, "matplotlib is not installed"),
     ],
 )
@@ -174,4 +160,4 @@ def test_a_base_install_prints_plain_text(trained_run, arguments, status, messag
     command = [sys.executable, "-c", BASE_INSTALL, *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == status, result.stderr
-    assert message in (result.stderr if status else result.stdout)
+    assert re.search(message, result.stderr if status else result.stdout)

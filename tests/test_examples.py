@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
+from tests.tiers import curated
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PNG = b"\x89PNG"
@@ -267,7 +268,7 @@ def first_call(train):
     return found
 
 
-@pytest.mark.parametrize("preset", ["mixed_bfloat16", "mixed_float8"])
+@pytest.mark.parametrize("preset", curated(["mixed_bfloat16", "mixed_float8"], ["mixed_float8"]))
 def test_the_step_of_digits_is_private(preset):
     train = lambda: list(load("digits").train(PLAN, dp.load_policy(preset), 0))  # noqa: E731
     step, arguments = first_call(train)

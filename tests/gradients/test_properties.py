@@ -117,7 +117,7 @@ def closed_form(x, index, padding):
     return jax.tree.map(group, clip_norms, wide)
 
 
-PROPERTIES = settings(max_examples=20, deadline=None)
+PROPERTIES = settings(max_examples=12, deadline=None)
 
 
 @PROPERTIES

@@ -64,8 +64,11 @@ def test_parts_add_up():
     assert jnp.array_equal(split(half), half)
 
 
+DTYPES = [(jnp.bfloat16, 1), (jnp.float16, 2)]  # and the parts of the other side
+
+
 @pytest.mark.parametrize("kind", curated(["random", "cancelling", "equal"], ["cancelling"]))
-@pytest.mark.parametrize(("dtype", "parts"), [(jnp.bfloat16, 1), (jnp.float16, 2)])
+@pytest.mark.parametrize(("dtype", "parts"), curated(DTYPES, DTYPES[:1]))
 @pytest.mark.parametrize("time", curated([1, 9], [9]))
 def test_bounds_of_sums_of_parts(kind, dtype, parts, time):
     x, g = (y.astype(dtype).astype(np.float32) for y in hostile_products(kind, time))
@@ -127,7 +130,7 @@ def test_likely_norms_are_for_accelerators_whatever_came_before(monkeypatch):
     assert seen == ["gpu", "gpu"]
 
 
-@pytest.mark.parametrize("off", [0.5, 1, 2])
+@pytest.mark.parametrize("off", curated([0.5, 1, 2], [0.5]))
 def test_a_likely_norm_that_is_off_moves_nothing_beyond_the_clip_norm(off, monkeypatch):
     def other(*sides):
         seen.append(len(sides[0]))
@@ -145,9 +148,10 @@ def test_a_likely_norm_that_is_off_moves_nothing_beyond_the_clip_norm(off, monke
     assert 0.998 * 0.1 * min(1, 1 / off) < added <= 0.1 * min(1, 1 / off)
 
 
-@pytest.mark.parametrize(
-    ("method", "time"), [("per_example", 8), ("book_keeping", 8), ("ghost", 8), ("ghost", 2)]
-)
+METHODS = [("per_example", 8), ("book_keeping", 8), ("ghost", 8), ("ghost", 2)]
+
+
+@pytest.mark.parametrize(("method", "time"), curated(METHODS, METHODS[1:3]))
 def test_one_example_adds_at_most_the_clip_norm(method, time):
     """Under a policy of 16 bits, as a GPU computes it; and all sums are as wide as declared."""
     x, g = (side[:, 0] for side in hostile_products("cancelling", time, examples=4))

@@ -40,7 +40,7 @@ def test_texts_folded_together_give_the_keys_of_each(implementation, make_key, t
         assert [words(found) for found in together] == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(secrets_, secrets_, purposes, purposes)
 def test_what_differs_gives_keys_that_differ(one, other, for_one, for_other):
     def text(part):

@@ -105,7 +105,7 @@ def test_the_event_without_sampling_means_one_thing(accountant, relation, noise_
 @pytest.mark.parametrize("relation", curated(RELATIONS, RELATIONS[:1]))
 def test_the_event_with_sampling_means_one_thing(relation):
     """One step, from first principles: by its densities."""
-    q, noise_multiplier = 0.3, 0.8
+    q, noise_multiplier = 0.3, 1.6
     plan = PrivacyPlan(q, 1, noise_multiplier, 1e-3, relation)
     assert 0.998e-3 < worst_of_one_step(relation, q, noise_multiplier, plan.epsilon()) < 1e-3
     epsilon = PLDAccountant(relation).compose(plan.event()).get_epsilon(1e-3)

@@ -60,7 +60,7 @@ def test_rows_are_those_of_the_users_drawn(owners, per_step, num_users, expected
 def test_rows_are_chosen_uniformly_and_independently():
     """All pairs of five rows alike, whatever another user or the last step took."""
     users, draws = dp.Users(np.arange(10) % 2, 2), sampler(2)
-    found, pairs = [taken(users, draws, step) for step in range(3000)], {}
+    found, pairs = [taken(users, draws, step) for step in range(1000)], {}
     for pair in itertools.combinations(range(5), 2):
         pairs |= {tuple(2 * row + user for row in pair): len(pairs) // 2 for user in (0, 1)}
     one, two = (np.array([pairs[tuple(its[user])] for its in found]) for user in (0, 1))

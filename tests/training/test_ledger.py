@@ -169,11 +169,10 @@ def test_an_orderly_end_counts_exactly(ends, tmp_path):
     assert goes_on(run) == 7
 
 
-def test_an_error_in_evaluate_costs_no_step(copy, tmp_path):
-    for directory, left in ((tmp_path / "new", 10), (copy, 4)):
-        with pytest.raises(ZeroDivisionError):
-            runs.trainer(directory, STEP, evaluate=lambda model: 1 / 0).run(small_model())
-        assert goes_on(directory) == left
+def test_an_error_in_evaluate_costs_no_step(copy):
+    with pytest.raises(ZeroDivisionError):
+        runs.trainer(copy, STEP, evaluate=lambda model: 1 / 0).run(small_model())
+    assert goes_on(copy) == 4
 
 
 def test_a_run_without_steps_left_returns_what_was_saved(copy, capsys):
