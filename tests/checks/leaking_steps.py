@@ -532,7 +532,14 @@ def loss_with_key(at, key, *shown):
     return at.noised(at.sum(dropout_loss, key=key)), *shown
 
 
+def with_words_of_the_counter_exchanged(at):
+    """The stream comes back in order from its draw, but began out of order."""
+    at.noise.state = at.state.stream._replace(counter=at.state.stream.counter[::-1])
+    return at.noised()
+
+
 NOISED = {
+    "words_of_the_counter_exchanged": with_words_of_the_counter_exchanged,
     "one_noise_for_four_losses": lambda at: at.noised(
         added(*(at.sum(lambda *a, i=i: squared_error(*a) ** (1 + i)) for i in range(4)))
     ),
