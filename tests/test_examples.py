@@ -9,7 +9,6 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -226,18 +225,6 @@ def test_lora_trains_adapters_alone(little_text, tmp_path):
     released, epsilon = statement(tmp_path / "adapted")
     assert released == 4
     assert 0.99 < epsilon <= 1
-
-
-@pytest.mark.slow
-def test_gpt_splits_text_and_does_not_see_what_it_predicts():
-    gpt = load("gpt")
-    documents = [str(i) for i in range(40)]
-    private, held_out = gpt.split(documents)
-    assert (held_out, sorted(private + held_out)) == (["15", "31"], sorted(documents))
-    text = jnp.arange(8) + 60
-    model = eqx.filter_jit(gpt.GPT(8, 16, 2, jax.random.key(0)))
-    changed = model(text.at[4].set(100)) != model(text)
-    np.testing.assert_array_equal(jnp.any(changed, axis=1), np.arange(8) > 4)
 
 
 # The steps are private, as `check_privacy` reads them.
