@@ -28,13 +28,10 @@ def printed(example, *arguments):
 
 @pytest.mark.slow
 def test_the_sum_of_parts_is_near_the_compiled_bytes(example):
-    rows, text = printed(example, *SMALL, "--mesh", "8", "4x2", "--methods", "ghost")
-    for row in rows:
-        # Memory is reused between parts, and the compiler adds workspace: no more than an order.
-        assert row.compiled / 3 < row.parts.total < 3 * row.compiled
+    (row,), text = printed(example, *SMALL, "--mesh", "4x2", "--methods", "ghost")
+    # Memory is reused between parts, and the compiler adds workspace: no more than an order.
+    assert row.compiled / 3 < row.parts.total < 3 * row.compiled
     assert "peak host memory" in text
-    whole, halved = rows
-    assert halved.compiled < whole.compiled
 
 
 def test_on_paper_memory_falls_with_the_number_of_devices(example):
