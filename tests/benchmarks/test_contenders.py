@@ -1,5 +1,7 @@
 """Like is compared with like: all contenders compute the same clipped sum, and the same step."""
 
+import importlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from tests.benchmarks.contenders import (
 )
 from tests.benchmarks.rows import ROWS, tiny
 from tests.benchmarks.step import case_of, of_jax_privacy, of_opacus, ordinary, ours, parts, updated
+from tests.test_examples import load
 from tests.tiers import curated
 
 BATCHES = 3
@@ -199,3 +202,21 @@ def test_batches_hold_what_is_expected():
     real = np.mean([np.sum(~np.asarray(mask)) for *_, mask in it.batches])
     assert real == pytest.approx(16, abs=0.5)
     assert len(it.batches[0][2]) > 16
+
+
+@pytest.mark.slow
+def test_the_encoder_computes_what_its_package_says(tmp_path):
+    """By PyTorch, from the same weights: the vector of every word."""
+    for name in ("torch", "transformers", "tokenizers", "all_minilm_l6_v2"):
+        pytest.importorskip(name)
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    minilm = load("minilm")
+    with minilm._package() as files:
+        files.extractall(tmp_path)
+    tokens = minilm.tokens_of(["Less than fresh.", "A slick, well-oiled machine!"], 12)
+    reference, ids = transformers.BertModel.from_pretrained(tmp_path).eval(), torch.tensor(tokens)
+    with torch.no_grad():
+        wanted = reference(ids, attention_mask=(ids != 0).long()).last_hidden_state.numpy()
+    found, is_word = jax.vmap(minilm.pretrained())(jnp.asarray(tokens)), tokens != 0
+    assert is_word.sum() < is_word.size
+    np.testing.assert_allclose(found[is_word], wanted[is_word], atol=2e-5)
