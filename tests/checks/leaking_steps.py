@@ -73,7 +73,6 @@ NUMBERS = jnp.arange(SLOTS)
 INDICES = {"batch": (XS, YS, NUMBERS)}  # the third argument, as many as there are rows
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 ROOT = jax.random.key(12)
-NO_PLAN = {"plan": None, "multiplier": 0.0}
 norm = optax.tree.norm
 
 
