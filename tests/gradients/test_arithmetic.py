@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.gradients import blocks, leaves, norms
+from eqx_dp.gradients import blocks, clip, leaves, norms
 from eqx_dp.gradients.clip import clip_factors
+from eqx_dp.gradients.clipping import Clipping, Quantile
 from eqx_dp.gradients.gram import OuterProducts, gram_norms, row_norms, sum_of_products
 from tests.gradients.arithmetic import Machine, U
 from tests.tiers import curated
@@ -28,60 +29,88 @@ BOTH_WAYS = pytest.mark.parametrize("up", [True, False], ids=["too large", "too 
 # Factors
 
 
-def shares_of_numbers(machine, clip_norm, sizes, rescale=False, normalize_by=3.0):
-    """What gradients of one number add at most, by the clip norm (or 1, or a lower bound)."""
-    sizes = np.asarray(sizes, np.float32)
+KINDS = "clipped", "rescaled", "traced", "smooth"
+
+
+def shares_of_numbers(machine, clip_norm, sizes, kind="clipped", drift=0.0, far=40 * U):
+    """What gradients of one number add at most, by the limit (or a lower bound); and factors.
+
+    Factors are compared with the formula in float64, too: they are hardly smaller.
+    """
+    sizes, unit = np.asarray(sizes, np.float32), None if kind == "clipped" else 1.0
+    given = jnp.float32(clip_norm) if kind == "traced" else clip_norm
 
     def factors(bounds):
-        return clip_factors(
-            bounds, clip_norm, 1.0 if rescale else None, jnp.ones(len(bounds), bool)
-        )
+        there, is_smooth = jnp.ones(len(bounds), bool), kind == "smooth"
+        return clip_factors(bounds, given, unit, there, drift, is_smooth)
 
-    found = np.float64(machine(factors, sizes))
-    weighted = np.float64(np.float32(np.float64(sizes) * found * (1 + machine.product)))
-    shrunk = np.float64(np.float32(weighted / normalize_by)) * (1 + 4 * U)
-    return shrunk * normalize_by / (1 if rescale else clip_norm), found
+    found, wide = np.float64(machine(factors, sizes)), np.float64(sizes)
+    most = (unit or clip_norm) / (1 + drift)
+    denominator = {"clipped": np.maximum(wide, most), "smooth": wide + clip_norm}
+    exact = most / denominator.get(kind, np.maximum(wide, clip_norm))
+    is_normal = exact > 2.01 * TINY
+    assert (np.abs(found / exact - 1)[is_normal] < far).all()
+    assert ((found == 0) | (found >= TINY)).all()
+    assert (found[exact < 1.99 * TINY] == 0).all()
+    weighted = np.float64(np.float32(wide * found * (1 + machine.product)))
+    shrunk = np.float64(np.float32(weighted / 3)) * (1 + 4 * U)  # normalize_by=3
+    return shrunk * 3 / most, found
 
 
-def hostile_sizes(clip_norm, rescale):
+def hostile_sizes(clip_norm, kind="clipped"):
     """Beside the clip norm, and at all magnitudes at which something of them is left."""
     rng = np.random.default_rng(0)
     near = clip_norm * (1 + np.linspace(-40, 40, 4001) * U)
-    least, most = (-30, 30) if rescale else (-25, np.log10(clip_norm) + 30)
+    least, most = (-25, np.log10(clip_norm) + 30) if kind == "clipped" else (-30, 30)
     anywhere = 10 ** rng.uniform(least, most, 4000)
     return np.concatenate([near, anywhere[anywhere < 3e38]])
 
 
-@pytest.mark.parametrize("rescale", [False, True])
-@pytest.mark.parametrize("clip_norm", [1.0, 0.1, 1e-9, 3e-30, 7e20])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("clip_norm", "drift"), [(1.0, 0.0), (0.1, 0.01), (1e-9, 0.0), (3e-30, 0.3), (7e20, 0.0)]
+)
 @BOTH_WAYS
-def test_quotients_two_units_off(up, clip_norm, rescale):
-    share, _ = shares_of_numbers(Machine(up), clip_norm, hostile_sizes(clip_norm, rescale), rescale)
+def test_quotients_two_units_off(up, clip_norm, drift, kind):
+    sizes = hostile_sizes(clip_norm, kind)
+    share, _ = shares_of_numbers(Machine(up), clip_norm, sizes, kind, drift)
     assert share.max() <= 1
 
 
 def test_products_of_passes(monkeypatch):
     """Of a TPU, whose error counts once more in the weighted sum."""
     rough = Machine(product=PLATFORMS["tpu"])
-    sizes = hostile_sizes(1.0, False)
+    sizes = hostile_sizes(1.0)
     assert shares_of_numbers(rough, 1.0, sizes)[0].max() > 1
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert shares_of_numbers(rough, 1.0, sizes)[0].max() <= 1
+    assert shares_of_numbers(rough, 1.0, sizes, far=70 * U)[0].max() <= 1
 
 
-@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @BOTH_WAYS
-def test_factors_are_zero_or_normal(up, rescale):
+def test_factors_are_zero_or_normal(up, kind):
     """Below the normal range a number has few digits, and machines differ on whether it is zero."""
     sizes = np.geomspace(1e20, 3.4e38, 2000)
     for clip_norm in (5e-7, 1e-10, 1.0, 3e-30):
-        near = (1.0 if rescale else clip_norm) / TINY * (1 + np.arange(-40, 40) * U)
-        sizes = np.concatenate([sizes, near[near < 3.4e38]])
-        share, factors = shares_of_numbers(Machine(up), clip_norm, sizes, rescale)
-        assert ((factors == 0) | (factors >= TINY)).all()
-        assert share.max() <= 1
+        near = (clip_norm if kind == "clipped" else 1.0) / TINY * (1 + np.arange(-40, 40) * U)
+        sizes = np.concatenate([sizes, near[near < 3.4e38], near[near < 6.8e38] / 2])
+        assert shares_of_numbers(Machine(up), clip_norm, sizes, kind)[0].max() <= 1
     _, factors = shares_of_numbers(Machine(up), 5e-7, [2.35e38])
     assert factors == 0
+
+
+def test_clip_norms_are_rounded_down_and_counts_leave_room_for_drift():
+    for value in [*10 ** np.random.default_rng(0).uniform(-30, 30, 200), 0.5, 0.0]:
+        rounded = clip._round_down(value, np.dtype("float32"))
+        assert rounded == np.float32(rounded) <= value
+        assert np.nextafter(np.float32(rounded), np.float32(np.inf)) > value
+    norm, there = jnp.asarray([0.5, 2.0, 0.5, 0.0]), np.array([True, True, False, True])
+    for weight, drift in ((0.5, 0.01), (0.3, 0.0)):
+        clipping = Clipping((0.7,), None, False, Quantile(weight=weight), drift)
+        (counts,) = clip._counts(clipping, [norm], there)
+        half = weight / 2 / (1 + drift)
+        np.testing.assert_allclose(counts, [half, -half, 0, half], rtol=4 * U)
+        assert np.max(np.abs(np.float64(counts))) <= half
 
 
 # Norms and bounds
@@ -108,8 +137,10 @@ def test_norms_of_parts(up, platform, shape, monkeypatch):
 def test_norms_at_any_scale_on_accelerators(platform, monkeypatch):
     """There an array is read once; each of three ranges of its entries has a scale."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    rng, scales = np.random.default_rng(4), np.append(10.0 ** np.arange(-36, 34, 3), 0)
+    scales = np.append(10.0 ** np.arange(-36, 34, 3), [0, 0.99 * 2.0**-40, 0.99 * 2.0**40])
+    rng = np.random.default_rng(4)
     x = rng.normal(size=(len(scales), 256, 300)) * rng.choice([1, 1e-9], (256, 300))
+    x[-2:] = 1  # all just below the limits of a range
     x = np.float32(x * scales[:, None, None])
     x[np.abs(x) < TINY] = 0
     exact = np.sqrt(np.sum(np.float64(x) ** 2, (1, 2)) + np.sum(np.float64(x[:, 0]) ** 2, 1))

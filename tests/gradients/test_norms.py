@@ -1,0 +1,221 @@
+"""What `norms.py`, `blocks.py` and `leaves.py` say, one formula at a time."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import mpmath
+import numpy as np
+import pytest
+
+import eqx_dp as dp
+from eqx_dp import device
+from eqx_dp.gradients import blocks, leaves, norms
+from tests.gradients.arithmetic import Machine, U
+
+PLATFORMS = {"cpu": 1, "gpu": 1, "cuda": 1, "rocm": 1, "tpu": 16, "unknown": 16}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_powers_of_two_at_every_exponent(dtype):
+    info, rng = np.finfo(dtype), np.random.default_rng(0)
+    exponents, wide = np.arange(info.minexp, info.maxexp), np.arange(-3000, 3000)
+    ones = rng.uniform(1, 2, len(exponents)).astype(dtype)
+    x = np.append(np.ldexp(ones, exponents), np.asarray([0, info.tiny / 2], dtype))
+
+    @jax.jit
+    def all_of_them(x, exponents, wide):
+        powers = norms.power(wide, x.dtype), *norms.halves(exponents, x.dtype)
+        return norms.exponent_of(x), *norms.power_of_two(x), *powers, norms.without_subnormal(-x)
+
+    with jax.enable_x64(True):
+        found, scale, inverse, power, one, other, kept = map(
+            np.asarray, all_of_them(x, exponents, wide)
+        )
+    np.testing.assert_array_equal(found, [*exponents, *[info.minexp - 1] * 2])
+    np.testing.assert_array_equal(scale * inverse, np.ones(len(x)))
+    share = x[:-2] / scale[:-2]
+    assert np.all((share >= 1) & (share < 4))
+    expected = np.ldexp(np.ones((), dtype), np.minimum(wide, info.maxexp - 1))
+    np.testing.assert_array_equal(power, np.where(expected < info.tiny, 0, expected))
+    np.testing.assert_array_equal(one * other, np.ldexp(1.0, exponents))
+    assert np.all((one <= 1) & (other <= 1) | (one >= 1) & (other >= 1))
+    np.testing.assert_array_equal(kept, np.where(x < info.tiny, 0, -x))
+
+
+def test_norms_of_float64_at_any_scale():
+    with jax.enable_x64(True):
+        scales = np.array([1e-200, 1, 1e200])
+        x = np.random.default_rng(0).normal(size=(3, 7, 10))
+        found = jax.jit(norms.norms)(scales[:, None, None] * x) / scales
+        error = norms.norm_error(70, np.dtype("float64"))
+        np.testing.assert_allclose(found, np.linalg.norm(x.reshape(3, -1), axis=1), rtol=error)
+
+
+SHAPES = (3, 0), (3, 1), (3, 2), (256, 65), (3, 1025), (3, 9000), (3, 256, 9), (3, 300, 5), (2, 2, 512, 3)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_a_term_of_a_sum_goes_through_as_many_roundings_as_is_said(platform):
+    terms = [np.random.default_rng(0).integers(0, 9, shape).astype(np.float32) for shape in SHAPES]
+    with device._made_for(platform):
+        assert norms.has_wide(np.dtype("float32")) == (platform == "cpu")
+        sums = jax.jit(lambda *terms: [norms.sum_in_blocks(x) for x in terms])(*terms)
+    for x, total in zip(terms, sums, strict=True):
+        shape = x.shape[1:]
+        np.testing.assert_array_equal(total, x.sum(tuple(range(1, x.ndim))))
+        with device._made_for(platform):
+            program = jax.make_jaxpr(lambda x: norms.sum_in_blocks(x))(x)
+            most = norms.roundings_in_blocks(math.prod(shape))
+        steps = [e for e in dp.programs.equations(program) if e.primitive.name == "reduce_sum"]
+        lengths = [math.prod(e.invars[0].aval.shape[i] for i in e.params["axes"]) for e in steps]
+        by_rows = platform == "tpu" and len(shape) > 1 and shape[-2] % 256 == 0
+        assert (lengths[0] == 256) == by_rows
+        roundings = sum(max(n - 1, 0) for n in lengths)
+        assert roundings <= most <= roundings + 1023 * by_rows
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7])
+@pytest.mark.parametrize("size", [1, 2, 65, 5000, 100_000, 2**32])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_error_of_a_norm_has_room_for_what_follows(platform, size, parts):
+    """Of all roundings that make a norm too small there are three left, or four."""
+    dtype, u = np.dtype("float32"), mpmath.mpf(U)
+    with device._made_for(platform), mpmath.workdps(60):
+        error, terms = norms.norm_error(size, dtype, parts), size * parts
+        if platform == "cpu":
+            wide = mpmath.mpf(2) ** -53
+            least = (1 - u) * (1 - 4 * wide) * (1 - wide) ** (mpmath.mpf(terms - 1) / 2)
+        else:
+            of_sums = map(norms.roundings_in_blocks, (terms, 3 * parts))
+            least = (1 - 4 * u) ** 2 * (1 - u) ** (mpmath.mpf(2 + sum(of_sums)) / 2)
+        bound = mpmath.mpf(float(np.float32(1 + error))) * (1 - u) * least
+        assert bound >= 1
+        left = (error - (1 / least - 1)) / u
+        assert abs(left - (3 if platform == "cpu" else 4)) < 0.3 + (error / U) ** 2 * U
+
+
+def test_what_rounding_is_assumed_of_products():
+    float32 = np.dtype("float32")
+    for dtype in (float32, np.dtype("float64")):
+        u = dtype.type(norms.unit_roundoff(dtype))
+        assert 1 + u == 1 < 1 + u * (1 + 2 * u)
+    for platform, of_whole in PLATFORMS.items():
+        for parts, error in {(0, 0): of_whole, (1, 2): 8, (2, 2): 16, (0, 2): of_whole}.items():
+            assert norms.product_roundoff(float32, platform, parts) == error * U
+        with device._made_for(platform):
+            assert norms.product_roundoff(float32) == of_whole * U
+            narrow = ["bfloat16"], ["float16", "bfloat16"], ["float8_e5m2"], ["float32", "float16"]
+            found = [norms.parts_of([jnp.dtype(x) for x in dtypes]) for dtypes in narrow]
+            assert found == ([0, 0, 0, 0] if platform == "cpu" else [1, 2, 1, 0])
+
+
+# Sums of sums
+
+
+def test_blocks_are_small_and_hold_every_example_once():
+    sizes, seen = (1, 6, 7, 8, 14, 30, 128, 129, 300), []
+
+    def counted(x):
+        seen.append(x["a"].shape[0])
+        return jnp.sum(x["a"] * x["b"], 0)
+
+    values = [np.random.default_rng(n).integers(0, 9, (n, 3)).astype(np.float32) for n in sizes]
+    for block, limits in ((7, {"block": 7}), (blocks.BLOCK, {})):
+        found = jax.jit(
+            lambda its, limits=limits: [
+                blocks.in_blocks(counted, {"a": x, "b": 2 * x}, x.dtype, **limits) for x in its
+            ]
+        )(values)
+        for x, total in zip(values, found, strict=True):
+            np.testing.assert_array_equal(total, np.sum(2 * x**2, 0))
+        assert max(seen) == block == max(n for n in (7, 128) if n <= block)
+        seen.clear()
+
+
+def test_two_floats_hold_a_sum_and_the_first_is_all_of_it():
+    """Float64 has it exactly where numbers are of about one size."""
+    rng = np.random.default_rng(0)
+    high, x = (rng.normal(size=5000) * 2.0 ** rng.integers(-12, 12, 5000) for _ in range(2))
+    high, x = np.float32(high), np.float32(x)
+    for low in (np.zeros(5000, np.float32), np.spacing(high) * np.float32(0.4)):
+        exact = np.float64(high) + x + low
+        first, second = (np.float64(y) for y in blocks.added((high, low), x))
+        assert np.all(np.abs(first + second - exact) <= 2 * U**2 * (np.abs(high) + np.abs(x)))
+        np.testing.assert_array_equal(first, np.float32(first + second))
+        assert low.any() or np.array_equal(first + second, exact)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_sums_are_plain_where_that_costs_little(platform):
+    """One example moves a sum of so many by 2.5e-4 of a clip norm at most; or they are wide."""
+    one = jnp.float32(1)
+    wide = 1 if platform == "cpu" else 2
+    with device._made_for(platform):
+        for terms in (1, 2, 3, 16, 100):
+            for num in (1, 10, 20, 21, 22, 131, 132, 698, 699, 700, 1048, 1049, 10**6):
+                total, error = blocks.nothing(one, terms, num), blocks.added_roundoff(terms, num, one.dtype)
+                is_plain = terms == 1 or 2 * terms * num * U <= 2.5e-4
+                assert (len(total), total[0].dtype == one.dtype) == (
+                    (1, True) if is_plain else (wide, platform != "cpu")
+                )
+                assert error == ((terms - 1) * U if is_plain else pytest.approx(U, rel=1e-4))
+
+
+@pytest.mark.parametrize(("terms", "num"), [(3, 5), (40, 40), (2**16, 10**6)])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_sums_are_off_by_what_is_said_in_the_worst_case(platform, terms, num):
+    """One, and numbers that float32 drops beside it."""
+    plain = 2 * terms * num * U < 2.5e-4
+    with device._made_for(platform):
+        small = np.float32(0.998 * U if plain else 0.998 * U / (terms - 1))
+        total = blocks.added(blocks.nothing(jnp.float32(0), terms, num), jnp.float32(1), terms)
+        total = jax.lax.fori_loop(
+            1, terms, lambda _, total: blocks.added(total, jnp.float32(small), terms), total
+        )
+        error = abs(float(np.float32(total[0])) - 1 - (terms - 1) * float(small))
+        said = blocks.added_roundoff(terms, num, small.dtype)
+    assert 0.98 * said <= error <= said
+
+
+# What is measured together, and what is scaled down
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("up", [True, False])
+def test_bounds_of_leaves_are_above_their_norms_and_near(platform, up):
+    rng = np.random.default_rng(0)
+    grads = [rng.normal(size=(30, *shape)).astype(np.float32) for shape in ((3,), (70, 2), ())]
+    slices = np.abs(rng.normal(size=(30, 2, 40))).astype(np.float32)
+
+    def bounds(slices, *grads):
+        known = leaves.of_slices(jnp.stack([slices, slices], -1))
+        formed = [leaves.LeafGradient(x) for x in grads]
+        given = leaves.LeafGradient(None, known)
+        dtype = slices.dtype
+        groups = [given], formed, [*formed, given], [given, given, given], [formed[2]], []
+        return [leaves.norm_and_bound(group, 30, dtype) for group in groups]
+
+    with device._made_for(platform):
+        found = Machine(up)(bounds, slices, *grads)
+    squares = [np.sum(np.float64(x).reshape(30, -1) ** 2, 1) for x in (slices, *grads)]
+    of_given, *of_formed = squares
+    exact = of_given, sum(of_formed), sum(squares), 3 * of_given, of_formed[2], 0 * of_given
+    for (norm, bound), square in zip(found, exact, strict=True):
+        true = np.sqrt(square)
+        assert np.all((bound >= true) & (bound <= (1 + 300 * U) * true))
+        np.testing.assert_allclose(norm, true, rtol=100 * U)
+
+
+@pytest.mark.parametrize("up", [True, False])
+def test_factors_are_scaled_down_to_the_limit_and_hardly_more(up):
+    rng = np.random.default_rng(0)
+    limits, factors = 10 ** rng.uniform(-20, 15, 4000), 10 ** rng.uniform(-15, 15, 4000)
+    bounds = limits * np.append(1 + np.arange(-1000, 1000) * U, 10 ** rng.uniform(-2, 2, 2000))
+    factors, bounds, limits = (x.astype(np.float32) for x in (factors, bounds, limits))
+    found = np.float64(Machine(up)(leaves.within, factors, bounds, limits))
+    assert np.all(found * bounds <= (1 - 15 * U) * np.float64(factors) * limits)
+    assert np.all(found >= (1 - 40 * U) * factors * np.minimum(1, np.float64(limits) / bounds))
+    # Not finite, a factor below the normal range, nothing at all.
+    odd = np.float32([[1, 1, 1e-3, 1, 0], [np.nan, np.inf, 3e38, 0, 1], [1, 1, 1, 0, 1]])
+    assert not np.any(Machine(up)(leaves.within, *odd))
