@@ -59,7 +59,8 @@ def test_parts_add_up():
     numbers = np.random.default_rng(0).normal(size=10_000) * 10.0 ** np.arange(-20, 30).repeat(200)
     x = jnp.asarray(numbers, jnp.float32)
     split = jax.jit(lambda x: sum(part.astype(jnp.float32) for part in reversed(in_parts(x, 2))))
-    assert (np.abs(np.float64(split(x)) - np.float64(x)) <= SPLIT * np.abs(np.float64(x))).all()
+    left = np.abs(np.float64(split(x)) - np.float64(x)) / np.abs(np.float64(x))
+    assert SPLIT / 4 < left.max() <= SPLIT
     half = jnp.clip(x, -1, 1).astype(jnp.float16).astype(jnp.float32)
     assert jnp.array_equal(split(half), half)
 
