@@ -1,5 +1,6 @@
 """What `norms.py`, `blocks.py` and `leaves.py` say, one formula at a time."""
 
+import itertools
 import math
 
 import jax
@@ -42,23 +43,25 @@ def test_powers_of_two_at_every_exponent(dtype):
     np.testing.assert_array_equal(kept, np.where(x < info.tiny, 0, -x))
 
 
-def test_norms_of_float64_at_any_scale():
-    with jax.enable_x64(True):
-        scales = np.array([1e-200, 1, 1e200])
-        x = np.random.default_rng(0).normal(size=(3, 7, 10))
-        found = jax.jit(norms.norms)(scales[:, None, None] * x) / scales
-        error = norms.norm_error(70, np.dtype("float64"))
-        np.testing.assert_allclose(found, np.linalg.norm(x.reshape(3, -1), axis=1), rtol=error)
-
-
-SHAPES = (3, 0), (3, 1), (3, 2), (256, 65), (3, 1025), (3, 9000), (3, 256, 9), (3, 300, 5), (2, 2, 512, 3)
+SHAPES = (
+    (3, 0),
+    (3, 1),
+    (3, 2),
+    (256, 65),
+    (3, 1025),
+    (3, 9000),
+    (3, 256, 9),
+    (3, 300, 5),
+    (2, 2, 512, 3),
+)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_a_term_of_a_sum_goes_through_as_many_roundings_as_is_said(platform):
     terms = [np.random.default_rng(0).integers(0, 9, shape).astype(np.float32) for shape in SHAPES]
     with device._made_for(platform):
-        assert norms.has_wide(np.dtype("float32")) == (platform == "cpu")
+        wide = [norms.has_wide(np.dtype(x)) for x in ("float16", "float32", "float64")]
+        assert wide == [platform == "cpu"] * 2 + [False]
         sums = jax.jit(lambda *terms: [norms.sum_in_blocks(x) for x in terms])(*terms)
     for x, total in zip(terms, sums, strict=True):
         shape = x.shape[1:]
@@ -116,19 +119,20 @@ def test_what_rounding_is_assumed_of_products():
 def test_blocks_are_small_and_hold_every_example_once():
     sizes, seen = (1, 6, 7, 8, 14, 30, 128, 129, 300), []
 
-    def counted(x):
-        seen.append(x["a"].shape[0])
-        return jnp.sum(x["a"] * x["b"], 0)
+    def counted(its):
+        seen.append(its[0].shape[0])
+        return jnp.sum(its[0] * its[-1], 0)
 
     values = [np.random.default_rng(n).integers(0, 9, (n, 3)).astype(np.float32) for n in sizes]
     for block, limits in ((7, {"block": 7}), (blocks.BLOCK, {})):
         found = jax.jit(
             lambda its, limits=limits: [
-                blocks.in_blocks(counted, {"a": x, "b": 2 * x}, x.dtype, **limits) for x in its
+                blocks.in_blocks(counted, [x, *[2 * x] * len(limits)], x.dtype, **limits)
+                for x in its
             ]
         )(values)
         for x, total in zip(values, found, strict=True):
-            np.testing.assert_array_equal(total, np.sum(2 * x**2, 0))
+            np.testing.assert_array_equal(total, np.sum((1 + len(limits)) * x**2, 0))
         assert max(seen) == block == max(n for n in (7, 128) if n <= block)
         seen.clear()
 
@@ -149,58 +153,58 @@ def test_two_floats_hold_a_sum_and_the_first_is_all_of_it():
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_sums_are_plain_where_that_costs_little(platform):
     """One example moves a sum of so many by 2.5e-4 of a clip norm at most; or they are wide."""
-    one = jnp.float32(1)
-    wide = 1 if platform == "cpu" else 2
-    with device._made_for(platform):
-        for terms in (1, 2, 3, 16, 100):
-            for num in (1, 10, 20, 21, 22, 131, 132, 698, 699, 700, 1048, 1049, 10**6):
-                total, error = blocks.nothing(one, terms, num), blocks.added_roundoff(terms, num, one.dtype)
-                is_plain = terms == 1 or 2 * terms * num * U <= 2.5e-4
-                assert (len(total), total[0].dtype == one.dtype) == (
-                    (1, True) if is_plain else (wide, platform != "cpu")
-                )
-                assert error == ((terms - 1) * U if is_plain else pytest.approx(U, rel=1e-4))
+    zero = jnp.zeros(())
+    for terms, num in itertools.product((1, 2, 3, 16, 100), (1, 20, 21, 131, 699, 1048, 10**6)):
+        is_plain = terms == 1 or 2 * terms * num * U <= 2.5e-4
+        with device._made_for(platform):
+            dtypes = [x.dtype for x in blocks.nothing(zero, terms, num)]
+            error = blocks.added_roundoff(terms, num, zero.dtype)
+        assert dtypes == (["float64"] if platform == "cpu" else ["float32"] * 2) or is_plain
+        assert dtypes == ["float32"] or not is_plain
+        assert error == ((terms - 1) * U if is_plain else pytest.approx(U, rel=1e-4))
 
 
-@pytest.mark.parametrize(("terms", "num"), [(3, 5), (40, 40), (2**16, 10**6)])
+@pytest.mark.parametrize(("terms", "num"), [(3, 5), (40, 40), (2**20, 10**6)])
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_sums_are_off_by_what_is_said_in_the_worst_case(platform, terms, num):
-    """One, and numbers that float32 drops beside it."""
-    plain = 2 * terms * num * U < 2.5e-4
+    """One, and numbers that are dropped: beside it, or beside the second of two floats."""
+    second = np.float32(0.999 * U)
+    small = second if 2 * terms * num * U < 2.5e-4 else np.float32(0.49 * U**2)
     with device._made_for(platform):
-        small = np.float32(0.998 * U if plain else 0.998 * U / (terms - 1))
-        total = blocks.added(blocks.nothing(jnp.float32(0), terms, num), jnp.float32(1), terms)
+        total = blocks.nothing(jnp.float32(0), terms, num)
+        for x in (1, second):
+            total = blocks.added(total, jnp.float32(x), terms)
         total = jax.lax.fori_loop(
-            1, terms, lambda _, total: blocks.added(total, jnp.float32(small), terms), total
+            2, terms, lambda _, total: blocks.added(total, jnp.float32(small), terms), total
         )
-        error = abs(float(np.float32(total[0])) - 1 - (terms - 1) * float(small))
+        error = abs(float(np.float32(total[0])) - 1 - float(second) - (terms - 2) * float(small))
         said = blocks.added_roundoff(terms, num, small.dtype)
-    assert 0.98 * said <= error <= said
+    assert 0.8 * said <= error <= said
 
 
 # What is measured together, and what is scaled down
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize("up", [True, False])
-def test_bounds_of_leaves_are_above_their_norms_and_near(platform, up):
+def test_bounds_of_leaves_are_above_their_norms_and_near(platform):
     rng = np.random.default_rng(0)
     grads = [rng.normal(size=(30, *shape)).astype(np.float32) for shape in ((3,), (70, 2), ())]
+    grads[2] = np.abs(grads[2])
     slices = np.abs(rng.normal(size=(30, 2, 40))).astype(np.float32)
 
     def bounds(slices, *grads):
-        known = leaves.of_slices(jnp.stack([slices, slices], -1))
+        given = leaves.LeafGradient(None, leaves.of_slices(jnp.stack([slices, slices], -1)))
         formed = [leaves.LeafGradient(x) for x in grads]
-        given = leaves.LeafGradient(None, known)
+        known = leaves.LeafGradient(None, (grads[2], grads[2]))
         dtype = slices.dtype
-        groups = [given], formed, [*formed, given], [given, given, given], [formed[2]], []
+        groups = [given], formed, [*formed, given], [known] * 3, [formed[2]], []
         return [leaves.norm_and_bound(group, 30, dtype) for group in groups]
 
     with device._made_for(platform):
-        found = Machine(up)(bounds, slices, *grads)
+        found = Machine(up=False)(bounds, slices, *grads)
     squares = [np.sum(np.float64(x).reshape(30, -1) ** 2, 1) for x in (slices, *grads)]
     of_given, *of_formed = squares
-    exact = of_given, sum(of_formed), sum(squares), 3 * of_given, of_formed[2], 0 * of_given
+    exact = of_given, sum(of_formed), sum(squares), 3 * of_formed[2], of_formed[2], 0 * of_given
     for (norm, bound), square in zip(found, exact, strict=True):
         true = np.sqrt(square)
         assert np.all((bound >= true) & (bound <= (1 + 300 * U) * true))
@@ -219,3 +223,28 @@ def test_factors_are_scaled_down_to_the_limit_and_hardly_more(up):
     # Not finite, a factor below the normal range, nothing at all.
     odd = np.float32([[1, 1, 1e-3, 1, 0], [np.nan, np.inf, 3e38, 0, 1], [1, 1, 1, 0, 1]])
     assert not np.any(Machine(up)(leaves.within, *odd))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_few_gradients_are_added_one_by_one_and_others_in_blocks(platform):
+    """What does not contribute may be anything, and no accelerator gets a product to round."""
+    large, rng = 2**15, np.random.default_rng(0)
+    for batch, shape, by_one in (
+        (8, (3,), True), (9, (3,), False), (200, (2, 3), False), (9, (large - 1,), False),
+        (0, (3,), False), (1, (large,), True), (64, (4, large // 4), True), (65, (large,), False),
+    ):  # fmt: skip
+        x, factors = rng.normal(size=(batch, *shape)), rng.uniform(size=batch)
+        x, factors, there = np.float32(x), np.float32(factors), np.arange(batch) % 3 > 0
+        with device._made_for(platform):
+            added = jax.jit(lambda *its: leaves.weighted_sum(*its))
+            program = jax.make_jaxpr(added)(x, factors, there)
+            x[~there], factors[~there] = np.nan, np.inf
+            found = added(x, factors, there) if math.prod(shape) < 9 else None
+        names = [e.primitive.name for e in dp.programs.equations(program)]
+        assert names.count("dot_general") == (not by_one and platform == "cpu") * (
+            1 + (batch > 128)
+        )
+        assert ("reduce_sum" in names) == (not by_one and platform == "gpu")
+        if found is not None:
+            exact = np.tensordot(np.float64(factors[there]), x[there], 1)
+            np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6)
