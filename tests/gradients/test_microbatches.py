@@ -117,11 +117,10 @@ def test_a_step_is_traced_once_and_is_not_run_on_padding_alone():
         total, _ = run(jnp.arange(10.0), padding_of(real))
         jax.effects_barrier()
         assert (float(total), sum(ran), len(ran)) == (sum(real), len(real), -(-len(real) // 3))
-    assert traced == [3]
     ran.clear()  # without a mask all are there
     total, _ = jax.jit(lambda x: over_microbatches(step, [x], None, NUM, 3))(jnp.arange(10.0))
     jax.effects_barrier()
-    assert (float(total), sorted(ran), traced) == (45, [1, 3, 3, 3], [3, 3])
+    assert (float(total), sorted(ran), traced) == (45, [1, 3, 3, 3], [3])
 
 
 # On a mesh.
