@@ -108,23 +108,6 @@ def test_clip_norms_are_rounded_down_and_counts_leave_room_for_drift():
 # Norms and bounds
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), (64,), (65,), (3000,), (1, 40), (5, 5, 5)], ids=str)
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-@BOTH_WAYS
-def test_norms_of_parts(up, platform, shape, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)  # float64 is for CPUs alone
-    rng = np.random.default_rng(2)
-    sizes = shape if len(shape) > 1 else (*shape, 1)
-    parts = [rng.normal(size=(50, n)).astype(np.float32) * np.float32(10.0**-i)
-             for i, n in enumerate(sizes)]  # fmt: skip
-    exact = np.linalg.norm(np.concatenate(parts, 1).astype(np.float64), axis=1)
-    error = norms.norm_error(max(sizes), np.dtype("float32"), len(sizes))
-    for seed in range(3):
-        # Another function each time: JAX would give the program that it traced for a CPU.
-        found = np.float64(Machine(up, seed=seed)(lambda *parts: norms.norms(*parts), *parts))
-        assert (np.abs(found - exact) <= error * exact).all()
-
-
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_norms_at_any_scale_on_accelerators(platform, monkeypatch):
     """There an array is read once; each of three ranges of its entries has a scale."""
