@@ -32,7 +32,7 @@ BOTH_WAYS = pytest.mark.parametrize("up", [True, False], ids=["too large", "too 
 KINDS = "clipped", "rescaled", "traced", "smooth"
 
 
-def shares_of_numbers(machine, clip_norm, sizes, kind="clipped", drift=0.0, far=40 * U):
+def shares_of_numbers(machine, clip_norm, sizes, kind="clipped", drift=0.0, far=31 * U):
     """What gradients of one number add at most, by the limit (or a lower bound).
 
     Factors are zero or normal: below the normal range a number has few digits, and machines differ
@@ -88,7 +88,7 @@ def test_products_of_passes(monkeypatch):
     sizes = hostile_sizes(1.0)
     assert shares_of_numbers(rough, 1.0, sizes).max() > 1
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert shares_of_numbers(rough, 1.0, sizes, far=70 * U).max() <= 1
+    assert shares_of_numbers(rough, 1.0, sizes, far=64 * U).max() <= 1
 
 
 def test_clip_norms_are_rounded_down_and_counts_leave_room_for_drift():
