@@ -62,7 +62,9 @@ def hostile_sizes(clip_norm, kind="clipped"):
     last = (clip_norm if kind == "clipped" else 1.0) / TINY
     ends = np.concatenate([last * around, last / 2 * around, np.geomspace(1e20, 3e38, 2000)])
     anywhere = 10 ** rng.uniform(-30, 38, 6000)
-    sizes = np.concatenate([clip_norm * around, anywhere, ends])
+    # Below a power of two times C a quotient has the largest unit in the last place.
+    near = np.ravel(clip_norm * 2.0 ** np.arange(8)[:, None] * around)
+    sizes = np.concatenate([near, anywhere, ends])
     return sizes[sizes < 3.4e38]
 
 
