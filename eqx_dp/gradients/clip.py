@@ -134,8 +134,8 @@ def clip_factors(
     clip_norm: float | Float[Array, ""],
     unit: float | None,
     contributes: Bool[Array, " batch"],
-    drift: float = 0.0,
-    is_smooth: bool = False,
+    drift: float,
+    is_smooth: bool,
 ) -> Float[Array, " batch"]:
     """The factor that brings each gradient to a norm of at most `clip_norm` / (1 + `drift`).
 

@@ -175,10 +175,35 @@ def profiled(runner: Runner, files: list[str], limit: float, log: Path | None) -
                     json.dumps({"file": file, "digest": digests[file], "tests": known[file]})
                 )
                 written.write("\n")
-    return [
+    profiles = [
         Profile(one["test"], one["seconds"], {x: frozenset(y) for x, y in one["reached"].items()})
         for file in files
         for one in known[file]
+    ]
+    return sharing(profiles)
+
+
+def sharing(tests: list[Profile]) -> list[Profile]:
+    """Each case of a test reaches what any of them does: JAX traces a program for the first alone.
+
+    Where some lines are unknown, no line says that any may be reached.
+    """
+    reached: dict[str, dict[str, list[frozenset[int]]]] = {}
+    for test in tests:
+        of_function = reached.setdefault(test.name.partition("[")[0], {})
+        for file, lines in test.reached.items():
+            of_function.setdefault(file, []).append(lines)
+
+    def joined(sets: list[frozenset[int]]) -> frozenset[int]:
+        return frozenset[int]().union(*sets) if all(sets) else frozenset[int]()
+
+    return [
+        test._replace(
+            reached={
+                file: joined(sets) for file, sets in reached[test.name.partition("[")[0]].items()
+            }
+        )
+        for test in tests
     ]
 
 

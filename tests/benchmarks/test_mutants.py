@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from tests.benchmarks.mutants import ROOT, Killers, Profile, Runner, row, sampled, suite
+from tests.benchmarks.mutants import ROOT, Killers, Profile, Runner, row, sampled, sharing, suite
 from tests.benchmarks.mutation import runner
 from tests.benchmarks.mutation.changes import Mutant, mutants, planted
 
@@ -86,6 +86,15 @@ def test_tests_that_reach_a_mutant_run_the_best_killers_first():
     assert len(killers.of(file, mutant._replace(is_at_import=True))) == 5
 
 
+def test_each_case_of_a_test_reaches_what_any_of_them_does():
+    """Programs of JAX are traced for the first case; of the third there was no time to know."""
+    one, other, unknown = ({"a.py": frozenset(lines)} for lines in ([5, 6], [7], []))
+    tests = [Profile("t[1]", 1.0, one), Profile("t[2]", 1.0, other), Profile("u", 1.0, other)]
+    found = [test.reached["a.py"] for test in sharing(tests)]
+    assert found == [{5, 6, 7}, {5, 6, 7}, {7}]
+    assert sharing([*tests, Profile("t[3]", 5.0, unknown)])[0].reached == unknown
+
+
 def test_a_sample_is_in_proportion_and_the_same_for_the_same_seed():
     made = {name: [Mutant(i, i, name, i, 0, False) for i in range(n)] for name, n in SIZES.items()}
     chosen = sampled(made, 50, seed=3)
@@ -111,6 +120,16 @@ def test_modules_tests_and_explained_mutants_are_there():
     for file, explained in known.explained.items():
         texts = {one.text for one in mutants((ROOT / file).read_text("utf-8"))}
         assert explained.keys() <= texts, file
+
+
+@pytest.mark.slow
+def test_fixtures_are_there_for_every_part_of_the_tests():
+    """Three tests are collected first, then others; all are green without a change."""
+    name = "tests/privacy/test_sampling.py::test_step_refused_by_name"
+    process = Runner("--warm")
+    answer = process.run([f"{name}[{step}]" for step in (-1, 1.0, True, 1, None)], 60, None)
+    process.end()
+    assert [one["is_green"] for one in answer["tests"]] == [True] * 5
 
 
 @pytest.mark.slow

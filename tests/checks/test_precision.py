@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import eqx_dp as dp
 from tests import models
 from tests.gradients.cases import layers
-from tests.gradients.cases.models import VOCABULARY, StackedGPT, language_loss
 from tests.sharding.losses import mesh_of
 from tests.tiers import curated
 
@@ -120,24 +119,6 @@ def test_every_method_passes_in_microbatches(method, policy):
     if policy is FLOAT8:
         eight = {("forward", "float8_e4m3fn"), ("backward", "float8_e5m2 x float8_e4m3fn")}
         assert eight <= in_loss(report)
-
-
-@pytest.mark.parametrize("method", curated(METHODS, []))
-def test_every_method_passes_through_scan_and_remat(method):
-    """Layers under scan and checkpoint, in three dtypes; of the model, shapes alone."""
-    draw = lambda rng, size: (jnp.asarray(rng.integers(0, VOCABULARY, (size, 6)), jnp.int32),)  # noqa: E731
-    model = eqx.filter_eval_shape(StackedGPT, jax.random.key(2))
-    case = models.Case("scanned_gpt", model, language_loss, draw)
-    policy = dp.parse_policy("p=f32,c=bf16,module:**.query_proj=float16,module:MLP=float32")
-    report = check(case, policy, method=method)
-    report.raise_if_violated()
-    assert not any("outside" in use.stage for use in report.summary)
-    for way in ("forward", "backward"):
-        assert {found for found in in_loss(report) if way in found[0]} == {
-            (way, "bfloat16"),
-            (f"{way} in **.query_proj", "float16"),
-            (f"{way} in MLP", "float32"),
-        }
 
 
 SPREAD = [("auto", "params"), ("explicit", "examples"), ("auto", "examples")]

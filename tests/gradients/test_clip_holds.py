@@ -256,16 +256,3 @@ def test_at_the_clip_norm_itself(method):
     grad_fn = jax.jit(dp.filter_clipped_grad(models.dot, l2_clip_norm=1.0, method=method))
     for row in x:
         assert 0.9999 <= np.linalg.norm(np.float64(grad_fn(jnp.zeros(33), row[None]))) <= 1
-
-
-@pytest.mark.parametrize("size", [1, 31, 4096, pytest.param(100_003, marks=pytest.mark.slow)])
-def test_long_gradients_of_equal_entries(size):
-    """The worst case for a long sum: every rounding goes the same way."""
-    grad_fn = jax.jit(dp.filter_value_and_clipped_grad(models.dot, l2_clip_norm=0.3))
-    for value in (0.1, 0.3, 1.7):
-        x = np.full((1, size), value, np.float32)
-        exact = np.linalg.norm(np.float64(x))
-        found, grads = grad_fn(jnp.zeros(size), x)
-        np.testing.assert_allclose(found.grad_norm, [exact], rtol=5e-6)
-        added = np.linalg.norm(np.float64(grads))
-        assert 0.9999 * min(exact, 0.3) <= added <= 0.3

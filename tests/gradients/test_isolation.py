@@ -6,7 +6,6 @@ The bound is 1, so to take an example away may move the sum by 1 at most, to rep
 import contextlib
 import functools
 
-import diffrax
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
@@ -166,21 +165,6 @@ def test_loops_of_equinox_go_on_working(kind):
         return jnp.sum(loop[1])
 
     neighbours_differ_by_one(loss)
-
-
-@pytest.mark.slow
-def test_differential_equations_go_on_working():
-    def loss(params, x):
-        solution = diffrax.diffeqsolve(
-            diffrax.ODETerm(lambda t, y, args: jnp.sin(params * y)),
-            diffrax.Kvaerno3(),
-            *(0.0, 1.0, 0.1, x),
-            stepsize_controller=diffrax.PIDController(rtol=1e-3, atol=1e-4),
-            max_steps=32,
-        )
-        return jnp.sum(solution.ys**2)
-
-    neighbours_differ_by_one(loss, rtol=1e-4)
 
 
 # Checks

@@ -117,7 +117,18 @@ def test_a_step_is_traced_once_and_is_not_run_on_padding_alone():
         total, _ = run(jnp.arange(10.0), padding_of(real))
         jax.effects_barrier()
         assert (float(total), sum(ran), len(ran)) == (sum(real), len(real), -(-len(real) // 3))
-    assert traced == [3]
+    ran.clear()  # without a mask all are there
+    total, _ = jax.jit(lambda x: over_microbatches(step, [x], None, NUM, 3))(jnp.arange(10.0))
+    jax.effects_barrier()
+    assert (float(total), sorted(ran), traced) == (45, [1, 3, 3, 3], [3])
+
+
+def test_slots_hold_zeros_where_other_devices_alone_have_examples():
+    """One more microbatch is agreed on; padding slots count here, and hold a real example."""
+    for real, total in (([], 0), ([2], 6 * 3)):
+        arguments = [jnp.arange(1.0, 11.0)], padding_of(real), NUM, 3, lambda count: count + 1
+        found, _ = over_microbatches(lambda xs, mask: (jnp.sum(xs[0]), mask), *arguments)
+        assert found == total
 
 
 # On a mesh.

@@ -32,7 +32,7 @@ AGREEING = [
 
 @pytest.mark.parametrize(
     ("preset", "make", "method"),
-    curated(AGREEING, AGREEING[1:2]),
+    curated(AGREEING, AGREEING[2:3]),
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_presets_agree_with_the_oracle(preset, make, method):
@@ -154,4 +154,4 @@ def test_the_clip_holds_with_a_loss_scale(clip_norm, scale, method):
     policy = dp.parse_policy(f"{FLOAT16},loss_scale={scale}")
     norms = [np.linalg.norm(grads) for grads in each(policy, clip_norm, method)]
     assert max(norms) <= clip_norm
-    assert norms[2] >= 0.999 * clip_norm
+    assert min(norms[1 if scale > 1 else 2 : 3]) >= 0.999 * clip_norm

@@ -159,26 +159,5 @@ def test_one_example_moves_the_sum_by_no_more_than_the_sensitivity(setup, data):
     assert np.linalg.norm(there - swapped) <= grad_fn.sensitivity(replace) + slack
 
 
-@PROPERTIES
-@given(setups())
-def test_padding_and_examples_that_are_not_finite_are_the_same(setup):
-    index, size, microbatch_size, x, padding = setup
-    grad_fn, jitted = engine(index, microbatch_size)
-    broken = np.zeros(size, bool)
-    for leaf in jax.tree.leaves(x):
-        broken |= ~np.isfinite(leaf).reshape(size, -1).all(axis=1)
-    _, grads = jitted(x, padding)
-    _, expected = jitted(x, padding | broken)
-    _, emptied = jitted(
-        jax.tree.map(lambda leaf: np.where(over(padding | broken, leaf), np.float32(0), leaf), x),
-        padding | broken,
-    )
-    for one, two in zip(*map(jax.tree.leaves, (expected, emptied)), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
-    # Padding comes last, and so what stands behind it is added up in another order.
-    difference = np.linalg.norm(oracle.vector(grads) - oracle.vector(expected))
-    assert not difference > 1e-6 * (size + 1) * grad_fn.l2_norm_bound
-
-
 def over(mask, leaf):
     return mask.reshape(-1, *(1,) * (leaf.ndim - 1))

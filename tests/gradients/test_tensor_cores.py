@@ -1,4 +1,4 @@
-"""Products of bfloat16 parts: the assumption on tensor cores, and the bounds that rest on it.
+"""Products of bfloat16 parts: the bounds that rest on what is assumed of tensor cores.
 
 The engine's own formulas are imported, as in `test_arithmetic`.
 """
@@ -22,44 +22,12 @@ from tests.tiers import curated
 pytestmark = pytest.mark.optimized
 
 
-def of_tensor_core(products, at_once):
-    """A sum as tensor cores add: aligned to the largest term and cut at 24 bits, then cut again."""
-    total = np.zeros(products.shape[1:])
-
-    def cut(x, largest):
-        ulp = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(largest), 1e-300))) - 23)
-        return np.trunc(x / ulp) * ulp
-
-    for start in range(0, len(products), at_once):
-        terms = np.concatenate([total[None], products[start : start + at_once]])
-        total = np.sum(cut(terms, np.abs(terms).max(axis=0)), axis=0)
-        total = cut(total, total)
-    return total
-
-
-@pytest.mark.parametrize("at_once", [1, 4, 16, 32])
-@pytest.mark.parametrize("kind", ["random", "one sign", "falling", "cancelling"])
-def test_four_roundings_a_product_cover_a_tensor_core(kind, at_once):
-    rng = np.random.default_rng(0)
-    x, y = (np.float64(jnp.bfloat16(1) * rng.normal(size=(512, 200)).astype(jnp.bfloat16))
-            for _ in range(2))  # fmt: skip
-    products = x * y
-    match kind:
-        case "one sign":
-            products = np.abs(products) + 2.0**-9
-        case "falling":  # each smaller one is cut off beside the first
-            products = 2.0 ** -(np.arange(512)[:, None] / 20) * (1 + np.abs(products))
-        case "cancelling":
-            products = np.concatenate([products, -products[::-1]])
-    off = np.abs(of_tensor_core(products, at_once) - products.sum(axis=0))
-    assert (off <= 4 * len(products) * U * np.abs(products).sum(axis=0)).all()
-
-
 def test_parts_add_up():
     numbers = np.random.default_rng(0).normal(size=10_000) * 10.0 ** np.arange(-20, 30).repeat(200)
     x = jnp.asarray(numbers, jnp.float32)
     split = jax.jit(lambda x: sum(part.astype(jnp.float32) for part in reversed(in_parts(x, 2))))
-    assert (np.abs(np.float64(split(x)) - np.float64(x)) <= SPLIT * np.abs(np.float64(x))).all()
+    left = np.abs(np.float64(split(x)) - np.float64(x)) / np.abs(np.float64(x))
+    assert SPLIT / 4 < left.max() <= SPLIT
     half = jnp.clip(x, -1, 1).astype(jnp.float16).astype(jnp.float32)
     assert jnp.array_equal(split(half), half)
 

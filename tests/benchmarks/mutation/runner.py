@@ -63,11 +63,25 @@ class Server:
             for module in pkgutil.walk_packages(package.__path__, "eqx_dp."):
                 if not module.name.endswith("__main__"):
                     importlib.import_module(module.name)
+        self._show_fixtures(session)
         gc.freeze()
         for line in sys.stdin:
             answer = self._answer(session, **json.loads(line))
             os.write(self._answers, (json.dumps(answer) + "\n").encode())
         return True
+
+    @staticmethod
+    def _show_fixtures(session: pytest.Session) -> None:
+        """Fixtures of `conftest.py` are there for every collection, and not for the first alone.
+
+        Since pytest 9.2 they belong to the nodes of folders that the first one made; tests that ask
+        for them would be red in any other, whatever the mutant. Before that there is nothing to do.
+        """
+        for name, plugin in session.config.pluginmanager.list_name_plugin():
+            if name.endswith("conftest.py"):
+                with contextlib.suppress(TypeError):
+                    fixtures: Any = session._fixturemanager  # pyright: ignore[reportPrivateUsage]
+                    fixtures.parsefactories(holder=plugin, node=session)
 
     def _answer(self, session: pytest.Session, limit: float, **asked: Any) -> dict[str, Any]:
         folder = tempfile.mkdtemp(prefix="mutant-")

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_dp as dp
-from tests.benchmarks.rows import Row, gpt_stacked
+
+from .rows import Row, gpt_stacked
 
 pytestmark = pytest.mark.slow
 
