@@ -391,9 +391,6 @@ def test_neighbors_lose_no_more_than_is_paid_for(hosts, q, others):
         assert closest > 0.8
 
 
-# Cost.
-
-
 # Refusals.
 
 GOOD = {"num_examples": 100, "sampling_prob": 0.5, "seed": 0, "pad_to": 1, "hosts": 3}
