@@ -4,8 +4,8 @@ There are eight devices, so that sharding has something to spread over. With `--
 test sees eqx_dp with its jaxtyping annotations checked at run time by beartype; that takes two
 thirds more time.
 
-Most of a test's time is compilation. XLA is therefore asked to compile fast, and no large program
-is compiled twice in a session. Tests marked `optimized` get the programs that users get: those that
+Most of a test's time is compilation. XLA is therefore asked to compile fast, and no program is
+compiled twice in a session. Tests marked `optimized` get the programs that users get: those that
 hold the rounding of clipped sums and of noise against a bound, or examples apart bit for bit. What
 is left out changes machine code alone: memory, FLOPs and collectives of a program are the same.
 
@@ -17,19 +17,17 @@ import gc
 import itertools
 import os
 import tempfile
+import uuid
 from typing import Any, Self
 
 import beartype
 import beartype.roar
 import hypothesis
 import jax
-import jax.numpy as jnp
 import jaxtyping
-import numpy as np
 import numpy.typing as npt
 import pytest
-from jax import lax
-from jax._src import compiler
+from jax._src import compiler, lru_cache
 
 hypothesis.settings.register_profile("search", derandomize=False)
 hypothesis.settings.register_profile("repeatable", derandomize=True)
@@ -45,12 +43,22 @@ _ONE_THREAD = "--xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = " ".join([_PATIENT, _ONE_THREAD, os.environ.get("XLA_FLAGS", "")])
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # of processes that tests start
 
-# One folder for all processes of a session: those that pytest starts get its name. JAX reads a file
-# that is half written as no file: it warns, and compiles.
+# One folder for all processes of a session: those that pytest starts get its name.
 _PROGRAMS = tempfile.TemporaryDirectory(prefix="compiled-")
 _folder = os.environ.setdefault("EQX_DP_TEST_PROGRAMS", _PROGRAMS.name)
 jax.config.update("jax_compilation_cache_dir", _folder)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def _put(self: lru_cache.LRUCache, key: str, value: bytes) -> None:
+    """Writes a program in one step, which JAX does not: other processes read at any time."""
+    part = self.path / f"{key}.{uuid.uuid4()}"
+    part.write_bytes(value)
+    suffix = lru_cache._CACHE_SUFFIX  # pyright: ignore[reportPrivateUsage]
+    part.replace(self.path / f"{key}{suffix}")
+
+
+lru_cache.LRUCache.put = _put
 jax.config.update("jax_traceback_in_locations_limit", 0)  # which nobody reads in a program
 
 _started = itertools.count(1)
@@ -71,19 +79,6 @@ def _options_of_the_test(*arguments: Any, **named: Any) -> Any:
 
 
 compiler.get_compile_options = _options_of_the_test
-
-
-_full = lax.broadcast_in_dim_p.impl
-
-
-@lax.broadcast_in_dim_p.def_impl
-def _full_by_numpy(number: Any, *sizes: Any, shape: tuple[int, ...], **params: Any) -> Any:
-    """`jnp.zeros` and its like, outside of `jit`: JAX compiles a program a shape, for 40 ms."""
-    is_number = isinstance(number, jax.Array) and number.shape == () and not number.weak_type
-    is_free = is_number and not number.committed and jax.sharding.get_abstract_mesh().empty
-    if not is_free or params["sharding"] or jnp.issubdtype(number.dtype, jax.dtypes.extended):
-        return _full(number, *sizes, shape=shape, **params)
-    return jax.device_put(np.full(shape, number))
 
 
 def _is_optimized(item: pytest.Item) -> bool:

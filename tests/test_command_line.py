@@ -123,14 +123,10 @@ def test_report_replaces_nothing_but_reports(trained_run, tmp_path, capsys):
     for output in (mine, link):
         error = refused(capsys, "report", str(trained_run), "--output", str(output))
         assert "is no report. Name another file, by --output." in error
+    nowhere = str(tmp_path / "nowhere" / "page.html")
+    assert "No such file" in refused(capsys, "report", str(trained_run), "--output", nowhere)
     assert mine.read_text() == "my own"
     assert not (tmp_path / "elsewhere.html").exists()
-
-
-def test_report_refuses_in_plain_words(trained_run, tmp_path, capsys):
-    assert "found no run with a step" in refused(capsys, "report", str(tmp_path))
-    output = str(tmp_path / "nowhere" / "page.html")
-    assert "No such file" in refused(capsys, "report", str(trained_run), "--output", output)
 
 
 # Without the extras, and as it is installed.

@@ -221,7 +221,8 @@ def clip(
 
     Norms and bounds are those of gradients of the scaled loss. Scales are powers of two, so to
     undo them is exact; values that underflow are rounded in the safe direction, bounds up to the
-    smallest normal number and factors down to zero.
+    smallest normal number and factors down to zero. A factor that overflows is zero, too: it
+    belongs to a gradient below the normal range, which not every machine takes for zero.
     """
     clipping, dtype = traced.clipping, traced.accumulate_dtype
     tiny = jnp.finfo(dtype).tiny
@@ -240,7 +241,7 @@ def clip(
     ]
     if scales is not None:
         unscaled = [factor / scales for factor in factors]
-        factors = [jnp.where(factor >= tiny, factor, 0) for factor in unscaled]
+        factors = [jnp.where((x >= tiny) & jnp.isfinite(x), x, 0) for x in unscaled]
     return Clip(of_groups, factors, _counts(clipping, of_groups, contributes))
 
 

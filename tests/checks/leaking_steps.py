@@ -665,7 +665,6 @@ CARRYING = {
 KEPT_NOISE = {
     "kept_noise_returned": lambda before, after: (after, after[0][0]),
     "kept_noise_of_the_step_before_returned": lambda before, after: (after, before[0][0][0]),
-    "sum_of_kept_noise_returned": lambda before, after: (after, jnp.sum(before[0][0][0])),
     "kept_noise_printed": lambda before, after: (after, jax.debug.print("{}", after[0][0][0])),
     "kept_noise_doubled": lambda before, after: (scaled(2.0, after),),
     "words_of_kept_noise_exchanged": lambda before, after: (([one[::-1] for one in after[0]],),),

@@ -5,6 +5,7 @@ and platforms that are not there are asked for. Whole gradients come last.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,21 @@ def test_products_of_passes(monkeypatch):
     assert shares_of_numbers(rough, 1.0, sizes).max() > 1
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert shares_of_numbers(rough, 1.0, sizes, far=64 * U).max() <= 1
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 0.125, 1.0, 2.0**20])
+def test_a_loss_scale_makes_no_factor_infinite(scale):
+    """Of a gradient below the normal range, which this machine keeps, or of zero."""
+    traced = SimpleNamespace(clipping=Clipping((0.0,), None, True), accumulate_dtype="float32")
+    sizes = np.float32([0, 1e-45, 1e-39, 2.5e-39, 1e-35, 1])
+
+    def factors(sizes):
+        scales, there = jnp.full(len(sizes), scale), jnp.zeros(len(sizes), bool)
+        return clip.clip(traced, [(sizes, sizes)], sizes, scales, there).factors[0]
+
+    found = np.float64(Machine(up=True)(factors, sizes))
+    assert np.isfinite(found).all()
+    assert 0.999 < np.max(found * sizes) <= 1
 
 
 def test_clip_norms_are_rounded_down_and_counts_leave_room_for_drift():

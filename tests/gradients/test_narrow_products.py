@@ -11,7 +11,7 @@ import pytest
 import eqx_dp as dp
 from tests import oracle
 from tests.gradients import jitted
-from tests.gradients.cases import layers
+from tests.gradients.cases import branches, layers
 from tests.gradients.cases import models as networks
 from tests.gradients.rounded import rounded_loss
 from tests.tiers import by_method, curated
@@ -185,3 +185,11 @@ def test_powers_of_two_between_operands_change_nothing(method):
         np.testing.assert_array_equal(plain, other)
         for a, b in zip(grads, others, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@METHODS
+def test_a_branch_in_a_loop(method):
+    case = branches.BRANCHES["cond in a scan"]("cond in a scan")
+    call = lambda *policy: gradients(case.loss, *policy, method=method)  # noqa: E731
+    wide, found = (call(*policy)(case.model, *case.batch(3))[1] for policy in ([None], []))
+    assert 1e-3 < oracle.relative_error(found, wide) < 0.3
