@@ -110,6 +110,7 @@ def trained_run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 def test_report_replaces_nothing_but_reports(trained_run, tmp_path, capsys):
     run = copied(trained_run, tmp_path / "run")
     page = run / "report.html"
