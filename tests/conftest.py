@@ -4,10 +4,11 @@ There are eight devices, so that sharding has something to spread over. With `--
 test sees eqx_dp with its jaxtyping annotations checked at run time by beartype; that takes two
 thirds more time.
 
-Most of a test's time is compilation. XLA is therefore asked to compile fast, and no program is
-compiled twice in a session. Tests marked `optimized` get the programs that users get: those that
-hold the rounding of clipped sums and of noise against a bound, or examples apart bit for bit. What
-is left out changes machine code alone: memory, FLOPs and collectives of a program are the same.
+Most of a test's time is compilation. XLA is therefore asked to compile fast, and a program that
+one process has compiled is read by all others. Tests marked `optimized` get the programs that users
+get: those that hold the rounding of clipped sums and of noise against a bound, or examples apart
+bit for bit. What is left out changes machine code alone: memory, FLOPs and collectives of a program
+are the same.
 
 Hypothesis tries the same cases in every run, so that CI repeats what was seen before it. With
 `--hypothesis-profile=search` it tries others.

@@ -97,9 +97,9 @@ def filter_clipped_grad(
     example adds depends on that example (and its key) alone; its L2 norm is at most
     `l2_norm_bound`: the clip factor comes from an upper bound on the true norm, rounding included.
     Clipping is correct at any scale that the gradient's dtype holds (after the loss scale: in
-    float16 an entry beyond 65504 / loss scale is infinite). On GPUs and TPUs it may add less, or
-    nothing, where inner products of inputs or of cotangents leave float32's range: entries above
-    about 2^63, or all below 2^-63.
+    float16 an entry beyond 65504 / loss scale is infinite). On GPUs and TPUs an example may add
+    less, or nothing, where inner products of inputs or of cotangents leave float32's range:
+    entries above about 2^63, or all below 2^-63.
 
     | example | adds |
     |---|---|

@@ -221,8 +221,8 @@ def clip(
 
     Norms and bounds are those of gradients of the scaled loss. Scales are powers of two, so to
     undo them is exact; values that underflow are rounded in the safe direction, bounds up to the
-    smallest normal number and factors down to zero. A factor that overflows is zero, too: it
-    belongs to a gradient below the normal range, which not every machine takes for zero.
+    smallest normal number and factors down to zero. A factor that would be infinite is zero,
+    too: only a gradient below the normal range has one, on machines that keep such numbers.
     """
     clipping, dtype = traced.clipping, traced.accumulate_dtype
     tiny = jnp.finfo(dtype).tiny

@@ -154,7 +154,7 @@ def test_sums_are_plain_where_that_costs_little(platform):
         assert dtypes == (["float64"] if platform == "cpu" else ["float32"] * 2) or is_plain
         assert dtypes == ["float32"] or not is_plain
         assert error == ((terms - 1) * U if is_plain else pytest.approx(U, rel=1e-4))
-    # Three errors of its products a term (`finite_precision.md`), also where they are many.
+    # Three times u^2 a term (`eqx_dp/privacy/finite_precision.md`), also where terms are many.
     with device._made_for(platform):
         assert blocks.added_roundoff(2**20, 10**6, zero.dtype) >= U + 3 * 2**20 * U**2
 
