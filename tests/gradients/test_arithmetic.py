@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
+from eqx_dp import device
 from eqx_dp.gradients import clip, leaves, norms
 from eqx_dp.gradients.clip import clip_factors
 from eqx_dp.gradients.clipping import Clipping, Quantile
@@ -81,13 +82,13 @@ def test_quotients_two_units_off(up, clip_norm, drift, kind):
     assert kind == "clipped" or shares_of_numbers(Machine(up), 0, sizes, kind).max() <= 1
 
 
-def test_products_of_passes(monkeypatch):
+def test_products_of_passes():
     """Of a TPU, whose error counts once more in the weighted sum."""
     rough = Machine(product=PLATFORMS["tpu"])
     sizes = hostile_sizes(1.0)
     assert shares_of_numbers(rough, 1.0, sizes).max() > 1
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert shares_of_numbers(rough, 1.0, sizes, far=64 * U).max() <= 1
+    with device._made_for("tpu"):
+        assert shares_of_numbers(rough, 1.0, sizes, far=64 * U).max() <= 1
 
 
 @pytest.mark.parametrize("scale", [2.0**-20, 0.125, 1.0, 2.0**20])
@@ -123,9 +124,8 @@ def test_clip_norms_are_rounded_down_and_counts_leave_room_for_drift():
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_norms_at_any_scale_on_accelerators(platform, monkeypatch):
+def test_norms_at_any_scale_on_accelerators(platform):
     """There an array is read once; each of three ranges of its entries has a scale."""
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     scales = np.append(10.0 ** np.arange(-36, 34, 3), [0, 0.99 * 2.0**-40, 0.99 * 2.0**40])
     rng = np.random.default_rng(4)
     x = rng.normal(size=(len(scales), 256, 300)) * rng.choice([1, 1e-9], (256, 300))
@@ -134,9 +134,10 @@ def test_norms_at_any_scale_on_accelerators(platform, monkeypatch):
     x[np.abs(x) < TINY] = 0
     exact = np.sqrt(np.sum(np.float64(x) ** 2, (1, 2)) + np.sum(np.float64(x[:, 0]) ** 2, 1))
     x[2, 0, 0], x[3, 9, 3] = np.nan, -np.inf
-    found = np.float64(jax.jit(lambda x: norms.norms(x, x[:, 0]))(x))
+    with device._made_for(platform):
+        found = np.float64(jax.jit(lambda x: norms.norms(x, x[:, 0]))(x))
+        most = norms.norm_error(x[0].size, np.dtype("float32"), 2) * exact
     np.testing.assert_equal(found[2:4], [np.nan, np.inf])
-    most = norms.norm_error(x[0].size, np.dtype("float32"), 2) * exact
     assert np.delete(np.abs(found - exact) <= most, (2, 3)).all()
 
 
@@ -175,12 +176,12 @@ def share_of_gram(kind, product):
 
 @pytest.mark.parametrize("kind", curated(["random", "cancelling", "equal"], ["cancelling"]))
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_bounds_of_sums_of_products(platform, kind, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    assert share_of_gram(kind, PLATFORMS[platform]) <= 1
+def test_bounds_of_sums_of_products(platform, kind):
+    with device._made_for(platform):
+        assert share_of_gram(kind, PLATFORMS[platform]) <= 1
 
 
-def test_every_contraction_asks_for_the_precision_of_the_bound(monkeypatch):
+def test_every_contraction_asks_for_the_precision_of_the_bound():
     """TensorFloat-32 is what a GPU takes where nothing is asked for."""
     asked = []
     x, g = hostile_products("random", examples=3)
