@@ -2,7 +2,8 @@
 
 There are eight devices, so that sharding has something to spread over. With `--check-types` every
 test sees eqx_dp with its jaxtyping annotations checked at run time by beartype; that takes two
-thirds more time.
+thirds more time. With `--alone` no test meets a program that JAX traced for another one before it:
+a test that takes such a program for its own tries nothing. That takes two thirds more time, too.
 
 Most of a test's time is compilation. XLA is therefore asked to compile fast, and a program that
 one process has compiled is read by all others. Tests marked `optimized` get the programs that users
@@ -88,6 +89,7 @@ def _is_optimized(item: pytest.Item) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--check-types", action="store_true", help="check annotations at run time")
+    parser.addoption("--alone", action="store_true", help="clear JAX's memory before every test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -125,7 +127,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _is_fast = not _is_fast
         jax.config.update("jax_disable_most_optimizations", _is_fast)
     # Linux ends a process that maps 65,530 pieces of memory. Each program takes some.
-    if is_other or next(_started) % 100 == 0:
+    if is_other or item.config.getoption("--alone") or next(_started) % 100 == 0:
         jax.clear_caches()
 
 

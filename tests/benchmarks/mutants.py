@@ -6,9 +6,9 @@ tests, and explains mutants that no test can find. First each file of tests runs
 is, for `--profile` seconds, which tells what lines each test reaches. A mutant is run by the tests
 that reach what it changes: those first that killed most mutants of the module in the least time. It
 is killed if a test fails, if the module cannot be imported, or if a test does not end. It survives
-if all of them pass, and is undecided if `--limit` seconds of processor time end before. Tests of
-the slow tier, and tests that start processes, find nothing here, so the share that survives is too
-high rather than too low. It is of those that are killed or survive.
+if all of them pass, and is undecided if `--limit` seconds of processor time end before. Tests that
+start processes find nothing here, and those of the slow tier run with `--slow` alone, so the share
+that survives is too high rather than too low. It is of those that are killed or survive.
 
 `--sample 200` takes 200 mutants at random, of each module and kind of change in proportion. With
 `--log` what the file has is not run again; `--minutes` ends the run in time. The interval is
@@ -137,8 +137,10 @@ class Killers:
         share = (self._kills[key] + 1) / (self._runs[key] + 2)
         own, all_of_it = len(test.reached[file]), sum(map(len, test.reached.values()))
         alone = (own + 1) / (all_of_it + len(test.reached))
-        is_near = test.name.split("/")[1] == file.split("/")[1]  # of the same room
-        return share * alone * (4 if is_near else 1) / max(test.seconds, 0.1)
+        path, module = Path(test.name.partition("::")[0]), Path(file)
+        is_near = path.parts[1] == module.parts[1]  # of the same room
+        is_its_own = path.stem == f"test_{module.stem}"
+        return share * alone * 4 ** (is_near + is_its_own) / max(test.seconds, 0.1)
 
 
 def profiled(runner: Runner, files: list[str], limit: float, log: Path | None) -> list[Profile]:
@@ -233,7 +235,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     tests = [file for file in tests if any(part in file for part in options.tests or [""])]
     lines = log.read_text().splitlines() if log and log.exists() else []
     known = {(one["file"], one["text"], one["line"]): one for one in map(json.loads, lines)}
-    warm, cold = Runner("--warm"), Runner()
+    tier = ["--slow"] if options.slow else []
+    warm, cold = Runner("--warm", *tier), Runner(*tier)
     end = time.monotonic() + 60 * options.minutes
     number = options.sample or (2 if options.tiny else 20 if options.short else None)
     chosen = sampled(
@@ -309,6 +312,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--minutes", type=float, default=1e9, help="when to stop")
     parser.add_argument("--limit", type=float, default=60, help="seconds of tests for a mutant")
+    parser.add_argument("--slow", action="store_true", help="with tests of the slow tier")
     parser.add_argument("--profile", type=float, default=60, help="seconds for a file of tests")
     parser.add_argument(
         "--log", type=Path, help="a file of JSON lines to append to, and go on from"

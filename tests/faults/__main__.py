@@ -14,9 +14,9 @@ in the file exactly once, and one test:
     becomes = "gradient * (1 - is_padding)"
     test = "tests/gradients/test_edge_cases.py::test_padding_adds_nothing[nan]"
 
-The package and its tests are copied, and all tests of the rows must pass there. Then, for each row,
-the fault is planted in a further copy, and the row's test must fail in that. The exit status is 1
-otherwise.
+The package and its tests are copied, and all tests of the rows must pass there, each as if it were
+alone: what JAX compiled for another is cleared. Then, for each row, the fault is planted in a
+further copy, and the row's test must fail in that. The exit status is 1 otherwise.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def read_faults(room: str) -> list[Fault]:
 
 def run_tests(folder: pathlib.Path, tests: list[str]) -> tuple[int, str]:
     """Runs tests in a folder: pytest's exit status and what it wrote."""
-    options = ["-n", "0", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", ""]
+    options = ["-n", "0", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "", "--alone"]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     # A copy is compiled once: the copies of that copy have what Python and pytest compiled.

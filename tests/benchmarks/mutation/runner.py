@@ -261,11 +261,13 @@ class _Finder:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--warm", action="store_true", help="import the package before the forks")
+    parser.add_argument("--slow", action="store_true", help="tests of the slow tier, too")
     options = parser.parse_args()
     os.chdir(ROOT)
     answers = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     arguments = ["-n", "0", "-s", "-p", "no:cacheprovider", "tests"]
+    arguments += ["-m", ""] if options.slow else []
     with tempfile.TemporaryDirectory(prefix="programs-") as programs:
         pytest.main(arguments, plugins=[Server(answers, programs, options.warm)])
 
