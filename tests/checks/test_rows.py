@@ -16,6 +16,7 @@ from eqx_dp.programs import Context
 SHAPE = 4, 6
 PLACES = Row(4, 0), Row(4, 1)
 ONES = jnp.ones((4, 5, 3))
+MANY = jnp.ones((3, 2, 5, 7))
 PUBLIC = np.arange(24.0, dtype=np.float32).reshape(SHAPE) / 7
 ROWS, COLUMNS = PLACES
 CODES = {"-": None, "=": EVEN, "r": ROWS, "c": COLUMNS}
@@ -27,8 +28,8 @@ def convolved(image, kernel, spec=("NCW", "OIW", "NCW"), **groups):
     return lax.conv_general_dilated(image, kernel, (1,), "VALID", dimension_numbers=spec, **groups)
 
 
-def batched(left, right):
-    return lax.dot_general(left, right, (((2,), (2,)), ((0,), (0,))))
+def batched(left, right, over=((2,), (2,)), batch=((0,), (0,))):
+    return lax.dot_general(left, right, (over, batch))
 
 
 # A function of private rows and a public array, and the places of what it returns.
@@ -38,6 +39,8 @@ CASES = {
     "private number": (lambda x, p: jnp.ones(SHAPE) * x[0, 0], "--"),
     "public number": (lambda x, p: x * p[0, 0], "rc"),
     "private numbers select": (lambda x, p: lax.select_n(x[0, 0] > 0, x, 2 * x), "--"),
+    "copied": (lambda x, p: jnp.copy(x), "rc"),
+    "integers": (lambda x, p: x.astype(int) ^ 1, "rc"),
     "transpose": (lambda x, p: x.T, "cr"),
     "transpose of three": (lambda x, p: x.reshape(2, 2, 6).transpose(2, 0, 1), "-RS"),
     "symmetric": (lambda x, p: x[:, :4] + x[:, :4].T, "--"),
@@ -63,6 +66,12 @@ CASES = {
     "products": (lambda x, p: batched(x.reshape(4, 2, 3), ONES), "rC-"),
     "products from the left": (lambda x, p: batched(ONES, x.reshape(4, 2, 3)), "r-C"),
     "products of private": (lambda x, p: batched(x.reshape(4, 2, 3), x.reshape(4, 2, 3)), "r--"),
+    "products over other dimensions": (
+        lambda x, p: batched(x.reshape(4, 2, 3), MANY, ((1,), (1,)), ((2,), (0,))), "Dr--"
+    ),
+    "products over others from the left": (
+        lambda x, p: batched(MANY, x.reshape(4, 2, 3), ((1,), (1,)), ((0,), (2,))), "D--r"
+    ),
     "convolution": (lambda x, p: convolved(x[:, None], p[None, :1, :3]), "r--"),
     "convolution, other layout": (
         lambda x, p: convolved(x.T[None], p[:1, None, :2], ("CWN", "OIW", "CNW")), "-r-"
@@ -92,7 +101,11 @@ CASES = {
     "reshape of parts": (lambda x, p: x.sum(1).reshape(2, 2).reshape(2, 2, 1), "RS-"),
     "reshape of what is even": (lambda x, p: jnp.ones((4, 6)).reshape(3, 8), "=="),
     "reshape of what is not": (lambda x, p: p.reshape(4, 2, 3), "---"),
+    "reshape of a private number": (lambda x, p: x[0, 0].reshape(1), "-"),
     "unknown": (lambda x, p: jnp.fft.rfft(x).real, "--"),
+    "unknown, of private and public": (
+        lambda x, p: lax.linalg.triangular_solve(x[:1, :1], p[:1, :1]), "--"
+    ),
     "unknown, public": (lambda x, p: jnp.fft.rfft(p[:, :1]).real, "-="),
 }  # fmt: skip
 
@@ -161,10 +174,13 @@ def test_rows_of_one_turn_of_a_loop(places):
 
 def test_rows_of_one_turn_of_two_loops():
     """Batches of a stack, and their microbatches; what two loops take from one dimension."""
-    parts = [CODES[code]._replace(turns=("outer",)) for code in "CDc"]
-    assert sliced(parts[:2], "loop") == (parts[1]._replace(turns=("outer", "loop")),)
-    assert sliced([CODES["r"], parts[2]], "loop") == (None,)
+    parts = [CODES[code]._replace(turns=("outer",)) for code in "CD"]
+    assert sliced(parts, "loop") == (parts[1]._replace(turns=("outer", "loop")),)
     assert sliced([], "loop") == ()
+    outer = [place._replace(turns=("outer",)) for place in PLACES]
+    alike = [place._replace(part=(2, 2, 1)) for place in PLACES]
+    for apart in ([ROWS, outer[1]], outer, alike, [CODES["R"], alike[1]]):
+        assert sliced(apart, "loop") == (None,)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (1, 4), (3, 2, 2)])

@@ -128,7 +128,7 @@ def _is_left_alone(node: ast.AST) -> bool:
     match node:
         case ast.Expr(ast.Constant()) | ast.Raise() | ast.JoinedStr():
             return True
-        case ast.Import() | ast.ImportFrom():
+        case ast.Import() | ast.ImportFrom() | ast.AnnAssign(annotation=ast.Name("TypeAlias")):
             return True
         case ast.keyword(arg=name):
             return name in _UNSEEN
