@@ -73,9 +73,8 @@ def gathered(equation: JaxprEqn, inputs: Sequence[Fact]) -> tuple[Place, ...] | 
     wrapped = "select_n", ("lt", plain, 0), plain, ("add", plain, rows)
     is_known = plain[:1] == ("index",) and role in (plain, wrapped)
     is_whole = values.places[:1] == (Row(rows, 0),)
-    its_own = [place for place in index.places if isinstance(place, Row)]
-    is_other = all(place.length != rows for place in its_own)
-    is_other = is_other and len({place._replace(part=()) for place in its_own}) == 1
+    its_own = {place._replace(part=()) for place in index.places if isinstance(place, Row)}
+    is_other = len(its_own) == 1 and rows not in {place.length for place in its_own}
     if not (is_row and is_known and is_whole and is_other) or numbers.operand_batching_dims:
         return None
     found: list[Place] = [None] * len(shape)

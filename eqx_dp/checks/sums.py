@@ -45,8 +45,7 @@ def _linear(equation: JaxprEqn, inputs: list[Fact]) -> Sum | None:
         return None
     if name in _MOVED:
         before, after = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
-        is_wide = before == after or jnp.promote_types(before, after) == after
-        return sums[0] if is_wide else None
+        return sums[0] if jnp.promote_types(before, after) == after else None
     if name in ADDITIONS or name == "sub":
         return added(sums)
     if name in ("mul", "div") and len(sums) == 1:

@@ -64,14 +64,15 @@ class Tuned:
     def epsilon(self) -> float:
         """Epsilon of what is published, at `delta`."""
         g, factors = 1 / self.mean, list[float]()
+        of_each = self.delta / self.mean
 
         def of_one(delta: float) -> float:
             return dataclasses.replace(self.plan, delta=delta - self.plan.charged).epsilon()
 
-        for b in np.geomspace(self.delta / self.mean, 0.3, 25).tolist():
+        for b in np.geomspace(of_each, 0.3, 25).tolist():
             is_sure = 1 / (g + (1 - g) * (1 - b) * math.exp(-of_one(b)))
             factors.append(max(1 + (1 - g) * b / g, is_sure))
-        return of_one(self.delta / self.mean) + 2 * math.log(min(factors))
+        return of_one(of_each) + 2 * math.log(min(factors))
 
     def draw(self) -> int:
         """A number of runs, by the operating system's randomness. **Not private**: keep it."""

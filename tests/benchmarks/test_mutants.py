@@ -2,12 +2,24 @@
 
 import ast
 import functools
+import json
 import random
 import types
 
 import pytest
 
-from tests.benchmarks.mutants import ROOT, Killers, Profile, Runner, row, sampled, sharing, suite
+from tests.benchmarks.mutants import (
+    MODULES,
+    ROOT,
+    Killers,
+    Profile,
+    Runner,
+    judged,
+    row,
+    sampled,
+    sharing,
+    suite,
+)
 from tests.benchmarks.mutation import runner
 from tests.benchmarks.mutation.changes import Mutant, mutants, planted
 
@@ -151,3 +163,27 @@ def test_a_fork_tells_a_mutant_from_the_code_as_it_is(is_at_import: bool):
     changed = process.run(names, 60, (file, mutant))
     process.end()
     assert changed["status"] or not changed["tests"][-1]["is_green"], mutant
+
+
+@pytest.mark.slow
+def test_a_hundred_mutants_are_found_by_the_tests_that_found_them():
+    """A sample, in `found.jsonl`. What is no longer in the code is passed over."""
+    warm, cold = Runner("--warm", "--slow"), Runner("--slow")
+    passed_over, survived = [], []
+    for known in map(json.loads, FOUND.read_text("utf-8").splitlines()):
+        file, text, line = known["file"], known["text"], known["line"]
+        made = [one for one in mutants((ROOT / file).read_text("utf-8")) if one.text == text]
+        if not made:
+            passed_over.append(known)
+            continue
+        mutant = min(made, key=lambda one, line=line: abs(one.line - line))
+        killers = Killers([Profile(known["by"], 1.0, {file: frozenset()})])
+        if judged(warm, cold, file, mutant, killers, limit=60)["status"] != "killed":
+            survived.append(known)
+    warm.end()
+    cold.end()
+    assert survived == []
+    assert len(passed_over) <= 20, "write it anew by `python -m tests.benchmarks mutants --log`"
+
+
+FOUND = MODULES.with_name("found.jsonl")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqx_dp.checks.facts import DATA, EVEN, Fact, Reach, Row, of_array
+from eqx_dp.checks.facts import ANY, DATA, EVEN, Fact, Reach, Row, met, of_array
 from eqx_dp.checks.privacy_flow import PrivacyFlow
 from eqx_dp.checks.rows import sliced
 from eqx_dp.programs import Context
@@ -146,6 +146,35 @@ def test_entries_depend_on_the_rows_that_are_said(name):
     (fact,) = PrivacyFlow([]).program(program, [private, Fact(places=(None, None))], Context())
     assert fact.places == tuple(CODES[code] for code in said)
     claims_hold(fact.places, lambda x: function(jnp.asarray(x), PUBLIC), x)
+
+
+MASKED = ROWS._replace(chosen_by=ANY)
+CHOSEN = ROWS._replace(chosen_by="index")
+MET = [
+    ([], EVEN),
+    ([EVEN, EVEN], EVEN),
+    ([ROWS, EVEN], ROWS),
+    ([ROWS, COLUMNS], None),
+    ([ROWS, None], None),
+    ([MASKED, EVEN], MASKED),
+    ([ROWS, MASKED], ROWS),
+    ([MASKED, CHOSEN, EVEN], CHOSEN),
+    ([ROWS, CHOSEN], None),
+    ([ROWS, CHOSEN, MASKED], None),
+    ([COLUMNS, MASKED], None),
+    ([ROWS, MASKED, None], None),
+]
+
+
+@pytest.mark.parametrize(("places", "together"), MET)
+def test_what_depends_on_two_rows_depends_on_anything(places, together):
+    assert met(places) == met(places[::-1]) == together
+
+
+def test_rows_along_one_dimension():
+    for code, turns, is_so in (("r", 0, True), ("c", 0, False), ("c", 1, True), ("R", 0, False),
+                               ("R", 1, True), ("C", 1, False), ("C", 2, True)):  # fmt: skip
+        assert CODES[code]._replace(turns=("loop",) * turns).is_one_dimension == is_so
 
 
 TURNS = {

@@ -80,6 +80,31 @@ def test_parts_of_sums_over_loops_are_not_added_to_others():
         assert fact.sum is None or fact.sum.over == over
 
 
+def after_itself(total, x):
+    total = total + x
+    return total, total
+
+
+TURNS = {
+    "added": (lambda total, x: (total + x, x), True),
+    "added to": (lambda total, x: (2 * x + total, x), True),
+    "doubled": (lambda total, x: (total + total, x), False),
+    "scaled": (lambda total, x: (total * x, x), False),
+    "added twice": (lambda total, x: (total + x + x, x), False),
+    "as it was": (lambda total, x: (total, x), False),
+    "returned before": (lambda total, x: (total + x, total), False),
+    "read before": (lambda total, x: (total + x, x * total), False),
+    "added to another": (lambda total, x: (total + x, total + 2 * x), False),
+    "read after": (after_itself, False),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_turns_that_only_add(name):
+    function, is_so = TURNS[name]
+    assert sums.is_added_to(jax.make_jaxpr(function)(1.0, 2.0).jaxpr, 0, 0) == is_so
+
+
 # Releases: each clipped sum moves within a ball, and each release by what its terms say.
 
 

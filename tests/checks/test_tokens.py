@@ -8,7 +8,7 @@ from jax import lax
 from jax.random import bits, fold_in, key_data, split
 
 from eqx_dp.checks import streams
-from eqx_dp.checks.facts import ANY, DATA, Fact, Reach, Row
+from eqx_dp.checks.facts import ANY, DATA, Fact, Reach, Row, Sum, either
 from eqx_dp.checks.privacy_flow import PrivacyFlow
 from eqx_dp.checks.roles import MASK
 from eqx_dp.checks.streams import CALL, EVERY, Given, Key, Stream, Use
@@ -135,6 +135,39 @@ def test_rows_that_an_index_chooses(name):
             )
             assert {*moves[:, dim]} == {entry}
     assert places == tuple(expected)
+
+
+def test_an_index_with_rows_along_two_dimensions_chooses_none():
+    (x, of_x), (i, of_i), _ = known_rows()
+    pairs = of_i._replace(places=(Row(5, 0), Row(5, 1)))
+    known = fact_of(lambda x, i: x[i], (x, of_x), (np.stack([i, i], 1), pairs))
+    assert known.places == (None, None, None)
+
+
+def test_a_value_that_is_one_of_two():
+    row, released = Row(6, 0), Fact(Reach(is_random=True))
+    mask = Fact(PRIVATE, (row,), frozenset("a"), token=MASK)
+    found = either([mask, mask._replace(turns=frozenset("b"))])
+    assert found == mask._replace(turns=frozenset("ab"))
+    assert either([mask, Fact(PRIVATE, (row,))]).token is None
+    assert either([Fact(token=MASK), Fact(token=INDEX), Fact(token=MASK)]).token is None
+    assert either([mask, Fact(places=(None,))]).places == (None,)
+    assert either([released, mask]).reach == PRIVATE._replace(is_random=True)
+    assert either([Fact(sum=Sum(())), released]).reach.is_random
+    assert not either([Fact(sum=Sum(())), Fact()]).is_public
+    assert not either([Fact(), Fact()]).reach.why
+
+
+def test_what_is_a_violation_if_it_leaves():
+    for reach, known, is_so in (
+        (PRIVATE, None, True),
+        (PRIVATE._replace(is_random=True), None, False),
+        (PRIVATE._replace(is_proven=False), None, False),
+        (Reach(), Sum(()), True),
+        (Reach(is_random=True), Sum(()), False),
+        (Reach(), None, False),
+    ):
+        assert Fact(reach, sum=known).is_proven == is_so
 
 
 # Keys of losses.
