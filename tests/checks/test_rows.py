@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqx_dp.checks.facts import ANY, DATA, EVEN, Fact, Reach, Row, met, of_array
+from eqx_dp.checks.facts import ANY, CONSTANT, DATA, EVEN, Fact, Reach, Row, met, of_array
 from eqx_dp.checks.privacy_flow import PrivacyFlow
 from eqx_dp.checks.rows import sliced
 from eqx_dp.programs import Context
@@ -222,3 +222,9 @@ def test_what_a_constant_is_the_same_along(shape):
         same = [bool((array == array.take([0], d)).all()) for d in range(len(shape))]
         assert fact.places == tuple(EVEN if one else None for one in same)
         assert fact.value == (array.flat[0] if all(same) else None)
+
+
+@pytest.mark.parametrize("constant", [jax.random.key(0), np.ones((0, 2)), np.ones(2**20 + 1)])
+def test_constants_of_which_nothing_is_known(constant):
+    """Keys, arrays without entries, and those that are large."""
+    assert of_array(constant) == Fact(places=(None,) * constant.ndim, token=CONSTANT)

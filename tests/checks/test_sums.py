@@ -44,6 +44,7 @@ LINEAR = {
     "product": (lambda a, other, b, p: a * b, None),
     "quotient": (lambda a, other, b, p: a / b, None),
     "square": (lambda a, other, b, p: a * a, None),
+    "at least a number": (lambda a, other, b, p: jnp.maximum(a, 2.0), None),
     "sine": (lambda a, other, b, p: jnp.sin(a), None),
     "copies": (lambda a, other, b, p: jnp.broadcast_to(a, (2, *SHAPE)), None),
     "one of its numbers": (lambda a, other, b, p: lax.add(p, a[:1, :1].reshape(())), None),
@@ -64,6 +65,8 @@ def test_a_linear_function_moves_as_far_as_is_said(name):
     assert not fact.is_public
     assert (fact.sum is None) == bool(fact.reach.why) == (said is None)
     if said is None:
+        is_proven = name in ("sine", "at least a number")  # of one entry each
+        assert fact.reach.is_proven == is_proven
         return
     for argument, (leaf, gain) in zip((0, 2), ((A, said[0]), (B, said[1])), strict=True):
         assert sum(term.gain for term in fact.sum.terms if term.leaf == leaf) == gain
@@ -173,8 +176,9 @@ def test_releases_of_nothing_and_of_everything():
     assert sums.noise_multiplier([], {}) == math.inf
     assert sums.noise_multiplier([release({A: 0.0})], sources({"a": math.inf})) == math.inf
     assert sums.noise_multiplier([release({A: 1.0})], sources({"a": math.inf})) == 0
-    endless = [release({A: 1.0}, loops=[("x", None)])]
-    assert sums.noise_multiplier(endless, sources(BOUNDS)) == 0
+    for gain, multiplier in ((1.0, 0), (0.0, math.inf)):
+        endless = [release({A: gain}, loops=[("x", None)])]
+        assert sums.noise_multiplier(endless, sources(BOUNDS)) == multiplier
     loops = [("x", 3), ("y", 5), ("z", None)]
     assert sums.turns(release({A: 1.0}, loops=loops, batches=["x", "y"])) == (15, math.inf)
     assert sums.turns(release({A: 1.0}, loops=loops, batches=["z"])) == (0, 15)

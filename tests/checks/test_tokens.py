@@ -155,7 +155,8 @@ def test_a_value_that_is_one_of_two():
     assert either([released, mask]).reach == PRIVATE._replace(is_random=True)
     assert either([Fact(sum=Sum(())), released]).reach.is_random
     assert not either([Fact(sum=Sum(())), Fact()]).is_public
-    assert not either([Fact(), Fact()]).reach.why
+    assert either([mask, Fact()], "here").reach.where == "here"
+    assert either([Fact(), Fact()], "here").reach == Reach()
 
 
 def test_what_is_a_violation_if_it_leaves():
