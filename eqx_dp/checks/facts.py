@@ -59,7 +59,7 @@ def met(places: Iterable[Place]) -> Place:
     """
     others = {place for place in places if place != EVEN}
     rows = {place for place in others if isinstance(place, Row) and place.chosen_by != ANY}
-    if len(rows) == 1 and len(others) == 2:
+    if len(rows) == 1:
         (row,) = rows
         others.discard(row._replace(chosen_by=ANY))
     return EVEN if not others else others.pop() if len(others) == 1 else None

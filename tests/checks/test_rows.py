@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from eqx_dp.checks.facts import ANY, CONSTANT, DATA, EVEN, Fact, Reach, Row, met, of_array
 from eqx_dp.checks.privacy_flow import PrivacyFlow
@@ -39,7 +40,7 @@ CASES = {
     "private number": (lambda x, p: jnp.ones(SHAPE) * x[0, 0], "--"),
     "public number": (lambda x, p: x * p[0, 0], "rc"),
     "private numbers select": (lambda x, p: lax.select_n(x[0, 0] > 0, x, 2 * x), "--"),
-    "copied": (lambda x, p: jnp.copy(x), "rc"),
+    "named": (lambda x, p: checkpoint_name(x, "x"), "rc"),
     "integers": (lambda x, p: x.astype(int) ^ 1, "rc"),
     "transpose": (lambda x, p: x.T, "cr"),
     "transpose of three": (lambda x, p: x.reshape(2, 2, 6).transpose(2, 0, 1), "-RS"),

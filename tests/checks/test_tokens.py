@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.random import bits, fold_in, key_data, split
 
 from eqx_dp.checks import streams
@@ -137,11 +138,15 @@ def test_rows_that_an_index_chooses(name):
     assert places == tuple(expected)
 
 
-def test_an_index_with_rows_along_two_dimensions_chooses_none():
+def test_an_index_of_pairs_or_of_columns_chooses_no_rows():
     (x, of_x), (i, of_i), _ = known_rows()
     pairs = of_i._replace(places=(Row(5, 0), Row(5, 1)))
     known = fact_of(lambda x, i: x[i], (x, of_x), (np.stack([i, i], 1), pairs))
     assert known.places == (None, None, None)
+    # Of each column another row: an entry of the index has no row of its own.
+    numbers = np.zeros((4, 1), np.int32), of_i._replace(places=(Row(4, 0), None))
+    of_columns = jax.vmap(lambda column, i: column[i], (1, 0))
+    assert fact_of(of_columns, (x, of_x), numbers).places == (None, None)
 
 
 def test_a_value_that_is_one_of_two():
@@ -179,6 +184,7 @@ KEYS = {
     "a child": (lambda k, n, x: split(k)[1], Key(9, (1,))),
     "a child of a child": (lambda k, n, x: split(split(k, 3)[2])[0], Key(9, (2, 0))),
     "children": (lambda k, n, x: split(k, 3), Key(9, (EVERY,))),
+    "a child turned round": (lambda k, n, x: lax.rev(split(k, 1), (0,)), None),
     "two children": (lambda k, n, x: split(k, 3)[1:], None),
     "folded": (lambda k, n, x: fold_in(k, 3), Key(9, (3,))),
     "folded with the counter": (lambda k, n, x: fold_in(fold_in(k, n), 4), Key(9, (NUMBER, 4))),
@@ -191,6 +197,7 @@ KEYS = {
     "bits": (lambda k, n, x: bits(k), None),
     "words": (lambda k, n, x: key_data(k), None),
     "a counter": (lambda k, n, x: lax.squeeze(n[None], (0,)), None),
+    "a named counter": (lambda k, n, x: checkpoint_name(n, "n"), NUMBER),
     "the next counter": (lambda k, n, x: n + 1, None),
 }  # fmt: skip
 
@@ -200,7 +207,9 @@ def test_what_follows_from_a_key(name):
     function, said = KEYS[name]
     facts = [Fact(token=KEY), Fact(turns=frozenset({CALL}), token=NUMBER), Fact(PRIVATE)]
     given = [jax.random.key(0), np.int32(3), np.float32(1.5)]
-    assert (fact_of(function, *zip(given, facts, strict=True)).token or None) == said
+    fact = fact_of(function, *zip(given, facts, strict=True))
+    assert (fact.token or None) == said
+    assert fact.is_public == (name != "folded with data")
 
 
 @pytest.mark.parametrize(
