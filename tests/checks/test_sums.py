@@ -180,6 +180,8 @@ def test_releases_of_nothing_and_of_everything():
     for gain, multiplier in ((1.0, 0), (0.0, math.inf)):
         endless = [release({A: gain}, loops=[("x", None)])]
         assert sums.noise_multiplier(endless, sources(BOUNDS)) == multiplier
+    again = endless[0]._replace(sums=(Sum((Term(A, 0.0), Term(A, 1.0))),))
+    assert sums.noise_multiplier([again], sources(BOUNDS)) == 0
     loops = [("x", 3), ("y", 5), ("z", None)]
     assert sums.turns(release({A: 1.0}, loops=loops, batches=["x", "y"])) == (15, math.inf)
     assert sums.turns(release({A: 1.0}, loops=loops, batches=["z"])) == (0, 15)

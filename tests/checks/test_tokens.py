@@ -198,6 +198,7 @@ KEYS = {
     "words": (lambda k, n, x: key_data(k), None),
     "a counter": (lambda k, n, x: lax.squeeze(n[None], (0,)), None),
     "a named counter": (lambda k, n, x: checkpoint_name(n, "n"), NUMBER),
+    "of nothing": (lambda k, n, x: lax.iota(jnp.int32, 3), None),
     "the next counter": (lambda k, n, x: n + 1, None),
 }  # fmt: skip
 

@@ -73,7 +73,7 @@ def test_a_searched_strategy_has_less_error():
 
 BAD = {
     "no first 1": ((0.5, -0.1), "noising must be 1"),
-    "above 0": ((1.0, 0.1), "noising must be 1"),
+    "above 0": ((1.0, -0.1, 0.1), "noising must be 1"),
     "falls below": ((1.0,), "strategy must be 1"),
     "not a number": ((1.0, "x"), r"noising\[1\]"),
     "NaN": ((1.0, math.nan), r"noising\[1\]"),
