@@ -24,6 +24,7 @@ A, OTHER, B = ("a", 0), ("a", 1), ("b", 0)  # two leaves of one clipped sum, and
 LINEAR = {
     "times a number": (lambda a, other, b, p: 2 * a, (2, 0)),
     "a number times": (lambda a, other, b, p: a * -3.0, (3, 0)),
+    "times two numbers": (lambda a, other, b, p: 3.0 * (2 * a), (6, 0)),
     "divided by a number": (lambda a, other, b, p: a / 4, (0.25, 0)),
     "negative": (lambda a, other, b, p: -a, (1, 0)),
     "moved": (lambda a, other, b, p: a.T[::-1].reshape(SHAPE)[None], (1, 0)),

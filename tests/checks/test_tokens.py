@@ -38,6 +38,7 @@ MASKS = {
     "exclusive or": (lambda m, b: m ^ b, False),
     "chosen from two": (lambda m, b: jnp.where(b, True, m), True),
     "chosen from others": (lambda m, b: jnp.where(m, b, m), False),
+    "chosen instead of others": (lambda m, b: jnp.where(b, m, ~m), False),
     "it chooses": (lambda m, b: jnp.where(m, b, b), False),
     "turned round": (lambda m, b: m[::-1], False),
     "in another shape": (lambda m, b: m.reshape(2, 3).T[None], True),
@@ -101,14 +102,18 @@ def test_what_is_still_the_index(name):
     assert (fact_of(function, *known_rows()).token or None) == said
 
 
-def two_rows(x, i, n):
-    numbers = lax.GatherDimensionNumbers((1, 2), (), (0,))
-    return lax.gather(x, i[:, None], numbers, (2, 4))
+def looked_up(x, i, sizes, *numbers):
+    return lax.gather(x, i[:, None], lax.GatherDimensionNumbers(*numbers), sizes)
+
+
+def at(x, i):
+    return x.at[i].get(wrap_negative_indices=False)
 
 
 CHOSEN = {
     "rows": (lambda x, i, n: x[i], 0),
-    "rows, without a wrap": (lambda x, i, n: x.at[i].get(wrap_negative_indices=False), 0),
+    "rows, without a wrap": (lambda x, i, n: at(x, i), 0),
+    "rows, with a wrap by fewer": (lambda x, i, n: at(x, jnp.where(i < 0, i + 5, i)), None),
     "rows in another shape": (lambda x, i, n: x[i[:, None]], 0),
     "rows behind": (lambda x, i, n: x[i[None]], 1),
     "columns": (lambda x, i, n: x[:, i % 4], None),
@@ -116,7 +121,8 @@ CHOSEN = {
     "as many as there are": (lambda x, i, n: x[n], None),
     "part of the rows": (lambda x, i, n: x[:5][i], None),
     "transposed": (lambda x, i, n: x.T[i], None),
-    "two rows at once": (two_rows, None),
+    "two rows at once": (lambda x, i, n: looked_up(x, i, (2, 4), (1, 2), (), (0,)), None),
+    "of one row": (lambda x, i, n: looked_up(x, i, (1, 1), (1,), (1,), (1,)), None),
     "of a public table": (lambda x, i, n: jnp.ones((6, 4))[i] * 1.0, None),
 }  # fmt: skip
 
@@ -161,6 +167,8 @@ def test_a_value_that_is_one_of_two():
     assert either([Fact(sum=Sum(())), released]).reach.is_random
     assert not either([Fact(sum=Sum(())), Fact()]).is_public
     assert either([mask, Fact()], "here").reach.where == "here"
+    known = mask._replace(reach=PRIVATE._replace(where="there"))
+    assert either([known, mask], "here").reach.where == "there"
     assert either([Fact(), Fact()], "here").reach == Reach()
 
 

@@ -8,7 +8,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.rdp import RdpAccountant
-from scipy import optimize, special, stats
+from scipy import linalg, optimize, special, stats
 
 import eqx_dp as dp
 from eqx_dp.privacy import epsilon_beyond, random_allocation
@@ -90,6 +90,32 @@ def test_epsilon_is_close_to_what_samples_show(kind, correlation, steps, noise, 
     plan = dp.PrivacyPlan(None, steps, noise, delta, sampling=kind, noise=correlation)
     stated = plan.epsilon()
     assert stated / most < at_least(draws_of(plan, stated), stated, delta, count) <= stated
+
+
+@pytest.mark.parametrize("noise", [0.4, 1.0, 7.0])
+@pytest.mark.parametrize(("cycle", "steps"), [(2, 5), (5, 5), (9, 40), (12, 31)])
+@pytest.mark.parametrize("bands", [2, 3, 7])
+def test_modes_of_bins_are_no_nearer_than_is_accounted_for(bands, cycle, steps, noise):
+    """Kahane's condition, for the bins that are taken, whichever of them is the first."""
+    strategy = dp.Banded.bisr(min(bands, steps))
+    plan = dp.PrivacyPlan(None, steps, noise, 1e-5, sampling=BINS(cycle), noise=strategy)
+    column = np.pad(strategy.column(steps), (0, steps))[:steps]
+    modes = linalg.toeplitz(column, np.zeros(steps)) @ np.equal.outer(
+        np.arange(steps) % cycle, np.arange(cycle)
+    )
+    products = modes.T @ modes / noise**2
+    (first, *rest) = plan.mechanism().reduced(noise)
+    own, shared = first[1] ** -2, sum(x[1] ** -2 for x in rest)
+    apart = next(k for k in range(1, cycle + 1) if cycle // k == first[0].bins)
+    others = []
+    for start in range(cycle):
+        taken = (start + apart * np.arange(first[0].bins)) % cycle
+        of_taken = products[np.ix_(taken, taken)]
+        assert np.all(np.diag(of_taken) <= (own + shared) * (1 + 1e-9))
+        others += [*of_taken[~np.eye(len(taken), dtype=bool)]]
+    assert own + shared == pytest.approx(products.max(), rel=1e-9)
+    assert all(x <= shared * (1 + 1e-9) + 1e-9 for x in others)
+    assert shared <= max(products[np.equal.outer(*[np.arange(cycle)] * 2) < 1]) * (1 + 1e-6) + 1e-9
 
 
 def test_allocation_costs_less_than_poisson_and_composes():
