@@ -48,7 +48,7 @@ def _linear(equation: JaxprEqn, inputs: list[Fact]) -> Sum | None:
         return sums[0] if jnp.promote_types(before, after) == after else None
     if name in ADDITIONS or name == "sub":
         return added(sums)
-    if name in ("mul", "div") and len(sums) == 1:
+    if name in ("mul", "div"):
         factor = _factor(inputs, name)
         return None if factor is None else sums[0].scaled(factor)
     return None

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from eqx_dp.checks import sums
 from eqx_dp.checks.facts import Fact, Sum, Term
@@ -26,6 +27,7 @@ LINEAR = {
     "a number times": (lambda a, other, b, p: a * -3.0, (3, 0)),
     "times two numbers": (lambda a, other, b, p: 3.0 * (2 * a), (6, 0)),
     "divided by a number": (lambda a, other, b, p: a / 4, (0.25, 0)),
+    "named": (lambda a, other, b, p: checkpoint_name(a, "a"), (1, 0)),
     "negative": (lambda a, other, b, p: -a, (1, 0)),
     "moved": (lambda a, other, b, p: a.T[::-1].reshape(SHAPE)[None], (1, 0)),
     "with a public array": (lambda a, other, b, p: p - a + p, (1, 0)),

@@ -29,6 +29,7 @@ def fact_of(function, *known):
 
 MASKS = {
     "as it came": (lambda m, b: m, True),
+    "named": (lambda m, b: checkpoint_name(m, "mask"), True),
     "or": (lambda m, b: b | m, True),
     "and": (lambda m, b: m & b, False),
     "not": (lambda m, b: ~m, False),
@@ -165,6 +166,7 @@ def test_a_value_that_is_one_of_two():
     assert either([mask, Fact(places=(None,))]).places == (None,)
     assert either([released, mask]).reach == PRIVATE._replace(is_random=True)
     assert either([Fact(sum=Sum(())), released]).reach.is_random
+    assert either([Fact(sum=Sum(())), mask]).reach == PRIVATE
     assert not either([Fact(sum=Sum(())), Fact()]).is_public
     assert either([mask, Fact()], "here").reach.where == "here"
     known = mask._replace(reach=PRIVATE._replace(where="there"))
