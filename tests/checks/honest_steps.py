@@ -399,6 +399,7 @@ def rules_and_the_plan():
     return case._replace(args=(rules.shard(model), state, *rules.shard_batch(tuple(batch))))
 
 
+BACKBONE = eqx.nn.MLP(WIDTH, WIDTH, 4, 1, key=SECRET_KEY)
 PREPARED = {
     "normalized_by_constants": lambda at: at.use(x=(at.x - jnp.arange(WIDTH)) / 0.3),
     "normalized_each_by_itself": lambda at: at.use(x=normalized(at.x)),
@@ -410,6 +411,10 @@ PREPARED = {
     # What changes from step to step is the same for all slots.
     "row_of_a_table": (lambda at: at.use(x=at.x * at.more[0][at.state.step]), jnp.ones(64)),
     "public_rows": (lambda at: at.times(at.more[0]), jnp.ones(SLOTS), {"more": {"public_rows": 5}}),
+    "frozen_backbone": lambda at: at.use(x=jax.vmap(BACKBONE)(at.x)),
+    "one_hot_labels": lambda at: at.use(y=jax.nn.one_hot(jnp.argmax(at.y, 1), CLASSES)),
+    "padding_zeroed": lambda at: at.use(x=jnp.where(at.mask[:, None], 0.0, at.x)),
+    "mask_chosen": lambda at: at.use(mask=jnp.where(jnp.any(at.x > 9, axis=1), True, at.mask)),
 }
 
 ROWS = {
@@ -426,23 +431,6 @@ def chunks(at):
 
 
 # More of what users write.
-
-PROJECTION, BACKBONE = jnp.ones((WIDTH, WIDTH)), eqx.nn.MLP(WIDTH, WIDTH, 4, 1, key=SECRET_KEY)
-
-
-VIEWS = {
-    "projected": (lambda at: at.use(x=at.x @ at.more[0]), PROJECTION),
-    "padded_and_cut": lambda at: at.use(x=jnp.pad(at.x, ((0, 0), (1, 2)))[:, 1 : WIDTH + 1]),
-    "stacked_views": lambda at: at.use(x=jnp.stack([at.x, -at.x], axis=1).mean(1)),
-    "frozen_backbone": lambda at: at.use(x=jax.vmap(BACKBONE)(at.x)),
-    "convolved": lambda at: at.use(
-        x=jax.vmap(lambda x: jnp.convolve(x, jnp.ones(3), "same"))(at.x)
-    ),
-    "one_hot_labels": lambda at: at.use(y=jax.nn.one_hot(jnp.argmax(at.y, 1), CLASSES)),
-    "padding_zeroed": lambda at: at.use(x=jnp.where(at.mask[:, None], 0.0, at.x)),
-    "mask_chosen": lambda at: at.use(mask=jnp.where(jnp.any(at.x > 9, axis=1), True, at.mask)),
-    "images": lambda at: at.use(x=at.x.reshape(SLOTS, 2, 2)[:, ::-1].reshape(SLOTS, WIDTH)),
-}
 
 
 def accumulated(parts_of):
@@ -551,7 +539,6 @@ HONEST = cases(
     (keeping, KEEPING),
     (prepared_by, PREPARED),
     (each, ROWS),
-    (prepared_by, VIEWS),
     (each, MORE),
 )
 

@@ -140,70 +140,25 @@ OVER_DEVICES = {
 }
 
 
-# What is done to examples before the engine.
-
-
-def columns_of(at):
-    """Columns of copies of the batch, in a scan: they are no rows."""
-    copies = jnp.broadcast_to(at.x, (2, *at.x.shape))
-    _, turned = lax.scan(lambda c, a: (c, a.T), 0, copies)
-    return at.use(x=turned[0][:, :WIDTH])
+# What is done to examples before the engine: what primitives do to rows is in test_rows.py.
 
 
 PREPARED = {
     "standardized": lambda at: at.use(x=(at.x - at.x.mean(axis=0)) / (at.x.std(axis=0) + 1e-3)),
-    "differences_of_examples": lambda at: at.use(x=at.x - at.x[:1]),
-    # Each column by itself: slots hold numbers of several examples.
-    "examples_sorted": lambda at: at.use(x=jnp.sort(at.x, axis=0)),
-    # The first half is doubled and put before the second.
-    "first_half_doubled": lambda at: at.use(x=jnp.concatenate([2 * at.x[:4], at.x[4:]])),
-    # If one of the first four is left out, the fifth moves up: two change.
-    "first_half_alone": lambda at: at.rows(slice(4)),
-    # Slot 0 is set to zero: an example that is left out puts another one there.
-    "the_first_slot_overwritten": lambda at: at.use(x=at.x.at[0].set(0.0)),
-    # Every second slot is padding: an example that is left out brings four others back.
-    "odd_slots_masked": lambda at: at.use(mask=at.mask | (NUMBERS % 2 == 1)),
     # The slot's number is written into the example.
     "slot_as_a_feature": lambda at: at.use(x=at.x.at[:, 0].set(NUMBERS)),
     # Rows of a unit matrix are added, as positions in a sequence are.
     "codes_of_slots_added": lambda at: at.use(x=at.x + jnp.eye(SLOTS, WIDTH)),
-    # An example's inputs meet another one's targets: two rows change for one.
-    "labels_turned_round": lambda at: at.use(y=at.y[::-1]),
     # Whether an example counts is said by another slot's mask.
     "mask_turned_round": lambda at: at.use(mask=at.mask[::-1]),
-    # Inputs move to other rows, by an order that all labels decide; targets do not.
-    "inputs_sorted_by_label": lambda at: at.use(x=at.x[jnp.argsort(at.y[:, 0])]),
-    "mixed_up": lambda at: at.use(x=at.x + jax.random.permutation(at.keys[1], at.x)),
     "handed_on_twice": lambda at: at.rows(jnp.concatenate([NUMBERS, NUMBERS])),
-    "one_row_in_all_slots": lambda at: at.rows(jnp.zeros(SLOTS, int)),
-    "pairs": lambda at: at.use(
-        x=(at.x.reshape(4, 2, WIDTH) * jnp.asarray([[1.0], [-1.0]])).reshape(SLOTS, WIDTH)
-    ),
     "centered_by_a_constant_batch": lambda at: at.use(x=at.x - XS.mean(0)),
-    # The first four slots count: an example that is left out moves the fifth into them.
-    "weights_concatenated": lambda at: at.times(jnp.concatenate([jnp.ones(4), jnp.zeros(4)])),
-    # Slot i has the weight i: all behind an example that is left out get another one.
-    "ramp_by_map": lambda at: at.times(lax.map(lambda i: 1.0 * i, NUMBERS)),
-    "ramp_by_a_cumulative_sum": lambda at: at.times(jnp.cumsum(jnp.ones(SLOTS))),
-    # A triangular matrix times ones.
-    "ramp_by_a_product": lambda at: at.times(jnp.tril(jnp.ones((SLOTS, SLOTS))) @ jnp.ones(SLOTS)),
-    # Slot i has the i-th smallest of eight random times.
-    "sorted_times": lambda at: at.times(jnp.sort(uniform(at.keys[1], (SLOTS,)))),
-    # A random number up to the slot's own number.
-    "bounds_of_slots": lambda at: at.times(uniform(at.keys[1], (SLOTS,), maxval=NUMBERS + 1.0)),
     # Slot i is multiplied by the same number in every step, and that number is a constant.
     "constant_random_numbers": lambda at: at.times(normal(jax.random.key(0), (SLOTS,))),
-    "columns": (columns_of, {"batch": (jnp.ones((SLOTS, SLOTS)), YS, MASK)}),
-    # The weights are not named private, but a slot's is that of whoever stands there.
-    "weights_as_an_argument": (lambda at: at.times(at.more[0]), jnp.ones(SLOTS)),
+    # The targets are not named private, but a slot's is that of whoever stands there.
     "targets_as_an_argument": (lambda at: at.use(y=at.more[0]), jnp.ones((SLOTS, CLASSES))),
     # Rows are taken by halves of public numbers: each row that is taken counts twice.
     "order_that_repeats": (lambda at: at.rows(at.more[0] // 2), NUMBERS),
-    # Weights of slots, read from a longer table from the step's number on.
-    "window_of_a_table": (
-        lambda at: at.times(lax.dynamic_slice(at.more[0], (at.state.step,), (SLOTS,))),
-        jnp.linspace(0, 1, 64),
-    ),
     # One slot after the other is left out: the slot is public, and who stands there is not.
     "slot_of_the_step_masked": lambda at: at.use(mask=at.mask | (at.state.step % SLOTS == NUMBERS)),
     # Inputs are looked up by indices, and targets are not: two rows change for one.
