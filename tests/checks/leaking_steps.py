@@ -18,10 +18,9 @@ from jax import lax
 from jax.random import bernoulli, fold_in, key_data, normal, split, uniform
 
 import eqx_dp as dp
+from tests.checks import privacy_steps as steps
 from tests.checks.honest_steps import ensemble
 from tests.checks.privacy_steps import (
-    CLASSES,
-    NUM_EXAMPLES,
     OPTIMIZER,
     PLAN,
     SECRET,
@@ -29,45 +28,20 @@ from tests.checks.privacy_steps import (
     STDDEV,
     WIDTH,
     At,
-    Noise,
-    absolute_error,
     added,
-    at_hand,
-    beside,
-    by_hand,
-    carrying,
-    cases,
-    chained,
     clipped,
     data,
-    dropout_loss,
-    each,
-    epoch_by,
-    keeping,
-    made,
-    minus,
-    noise_alone,
-    noised_by,
-    over_devices,
-    params_of,
-    plan_under,
     prepared_by,
     psum,
     scaled,
     squared_error,
     step_of,
-    updated,
-    where,
-    with_a_number,
-    with_kept_noise,
     with_noise,
-    with_normals,
-    with_optimizer,
     zero_sums,
 )
 
 XS, YS, MASK = data()
-LABELS = jnp.arange(NUM_EXAMPLES) % CLASSES
+LABELS = jnp.arange(steps.NUM_EXAMPLES) % steps.CLASSES
 COLUMNS = np.repeat(np.asarray(XS)[:, :1], 3, 1)
 NUMBERS = jnp.arange(SLOTS)
 INDICES = {"batch": (XS, YS, NUMBERS)}  # the third argument, as many as there are rows
@@ -99,7 +73,7 @@ BESIDE = {
     "dithered_loss": lambda at: at.noised(at.values.loss.mean(), 1e-3),
     # One bit of the sum.
     "whether_the_raw_sum_is_finite": lambda at: jnp.all(jnp.isfinite(jax.tree.leaves(at.grads)[0])),
-    "size_of_the_noise": lambda at: norm(minus(at.noisy, at.grads)),
+    "size_of_the_noise": lambda at: norm(steps.minus(at.noisy, at.grads)),
     # A host function returns what nothing is known of.
     "data_of_a_host_function": lambda at: jax.pure_callback(lambda: XS.mean(), SCALAR),
     "raw_model_on_public_data": lambda at: jnp.sum(jax.vmap(raw_step(at))(jnp.ones((3, WIDTH)))),
@@ -118,7 +92,7 @@ KEEPING = {
     "metrics": (lambda kept, at: {"loss": at.values.loss.mean()}, {"loss": jnp.zeros(())}, {}),
     "least_loss": (lambda kept, at: jnp.minimum(kept, at.values.loss.mean()), jnp.zeros(())),
     # Error feedback: the sum minus the noisy sum is kept, and shows the noise.
-    "residual_of_the_noise": (lambda kept, at: minus(at.grads, at.noisy), zero_sums()),
+    "residual_of_the_noise": (lambda kept, at: steps.minus(at.grads, at.noisy), zero_sums()),
 }
 
 
@@ -135,7 +109,7 @@ OVER_DEVICES = {
     "the_whole_batch_on_every_device": (lambda at: psum(at.sum()), {"batch": None}),
     "an_eighth_of_the_noise": (
         lambda at: psum(with_noise(at.sum(), at.noise, STDDEV / 8)),
-        {"finish": updated},
+        {"finish": steps.updated},
     ),
 }
 
@@ -156,7 +130,7 @@ PREPARED = {
     # Slot i is multiplied by the same number in every step, and that number is a constant.
     "constant_random_numbers": lambda at: at.times(normal(jax.random.key(0), (SLOTS,))),
     # The targets are not named private, but a slot's is that of whoever stands there.
-    "targets_as_an_argument": (lambda at: at.use(y=at.more[0]), jnp.ones((SLOTS, CLASSES))),
+    "targets_as_an_argument": (lambda at: at.use(y=at.more[0]), jnp.ones((SLOTS, steps.CLASSES))),
     # Rows are taken by halves of public numbers: each row that is taken counts twice.
     "order_that_repeats": (lambda at: at.rows(at.more[0] // 2), NUMBERS),
     # One slot after the other is left out: the slot is public, and who stands there is not.
@@ -168,6 +142,16 @@ PREPARED = {
     # Examples far from the mean of the batch are left out.
     "mask_by_others": lambda at: at.use(mask=at.mask | (jnp.abs(at.x - at.x.mean(0)).max(1) > 3)),
     "public_mask": lambda at: at.use(mask=jnp.zeros(SLOTS, bool)),
+    "mask_and_false": lambda at: at.use(mask=at.mask & False),
+    "mask_where_it_is_so": lambda at: at.use(mask=jnp.where(at.mask, False, at.mask)),
+    "labels_as_a_mask": lambda at: at.use(mask=at.y[:, 0] > 0),
+    "column_of_features_as_mask": (
+        *(lambda at: at.use(mask=at.more[0][:, 0]), jnp.ones((SLOTS, 2), bool)),
+        {"private": (2, 3, 5)},
+    ),
+    "weights_of_bytes": lambda at: at.times(
+        lax.bitcast_convert_type(jnp.broadcast_to(1.0 * at.state.step, 2), jnp.uint8).reshape(-1)
+    ),
 }
 
 
@@ -206,7 +190,7 @@ LOSSES = {
 
 def of_the_loss(loss):
     """An honest step of a loss that is not."""
-    return noised_by(with_noise, clipped(loss))
+    return steps.noised_by(with_noise, clipped(loss))
 
 
 # What the optimizer gets, and what happens on the way.
@@ -266,7 +250,9 @@ def skipped(at, is_skipped):
 STEPS = {
     "learning_rate_from_the_loss": lambda at: scaled(1 / (1 + at.losses().mean()), at.noised()),
     # Without a branch: `jnp.where` leaves the update out if the loss is high.
-    "selected_by_the_loss": lambda at: where(at.losses().mean() > 10, zero_sums(), at.noised()),
+    "selected_by_the_loss": lambda at: steps.where(
+        at.losses().mean() > 10, zero_sums(), at.noised()
+    ),
     "skipped_by_the_loss": lambda at: skipped(at, at.losses().mean() > 10),
     "kept_in_a_mutable_array": lambda at: (KEPT.__setitem__(..., at.x[0, :2]), at.noised())[1],
     "loss_printed": lambda at: (jax.debug.print("{}", at.losses().mean()), at.noised())[1],
@@ -280,7 +266,7 @@ STEPS = {
     ),
     "models_mapped": models_mapped,
     "one_loss_masked": lambda at: at.noised(
-        added(at.sum(), at.use(mask=None).sum(absolute_error)), 2 * STDDEV
+        added(at.sum(), at.use(mask=None).sum(steps.absolute_error)), 2 * STDDEV
     ),
     "accumulated_growing": lambda at: accumulated(at, lambda t, g, i: 2.0 * t + g),
     "turns_by_examples": lambda at: lax.fori_loop(
@@ -321,27 +307,27 @@ def batch_closed_over_beside_its_mask():
     """Only the mask is an argument; inputs and targets are constants of the program."""
 
     def step(model, state, mask):
-        at, state = at_hand(model, state, XS, YS, mask)
+        at, state = steps.at_hand(model, state, XS, YS, mask)
         noisy = at.noised()
-        return updated(model, state._replace(stream=at.noise.state), noisy)
+        return steps.updated(model, state._replace(stream=at.noise.state), noisy)
 
-    return by_hand(step, batch=(MASK,), private=(2,))
+    return steps.by_hand(step, batch=(MASK,), private=(2,))
 
 
 EACH = {
     # Replacing an example moves a sum twice as far as leaving it out.
-    "privatizer_of_a_relation": lambda: chained()._replace(
-        plan=plan_under(NeighboringRelation.REPLACE_ONE)
+    "privatizer_of_a_relation": lambda: steps.chained()._replace(
+        plan=steps.plan_under(NeighboringRelation.REPLACE_ONE)
     ),
-    "noise_of_another_plan": lambda: chained(
+    "noise_of_another_plan": lambda: steps.chained(
         plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
     )._replace(plan=PLAN),
     # The loss is weighted by a statistic of as many labels as the data set has examples.
-    "closed_over_by_the_loss": lambda: made(
+    "closed_over_by_the_loss": lambda: steps.made(
         lambda model, x, y: LABELS.mean() * squared_error(model, x, y)
     ),
     # A call takes 20 steps, and the plan speaks of 10.
-    "more_steps_than_the_plan_has": lambda: epoch_by(At.noised, 20),
+    "more_steps_than_the_plan_has": lambda: steps.epoch_by(At.noised, 20),
     "batch_closed_over_beside_its_mask": batch_closed_over_beside_its_mask,
 }
 
@@ -383,18 +369,20 @@ NOISED_BY = {
     # The noise is divided by the expected batch size, and the gradient is not.
     "gradient_scaled_before_the_noise": lambda g, k: with_noise(scaled(10.0, g), k),
     "noise_in_proportion": lambda g, k: with_noise(g, k, STDDEV * norm(g)),
-    "constant_key": lambda g, k: with_noise(g, Noise(STREAM)),
+    "constant_key": lambda g, k: with_noise(g, steps.Noise(STREAM)),
     # The derivative of `sum + noise` in the sum's direction is the sum.
     "tangent": lambda g, k: jax.jvp(lambda g: with_noise(g, k.once()), (g,), (g,))[1],
     # Backwards through the noise goes what was handed in: the sum.
     # (That of `add_noise` is zero: it is rounded.)
-    "cotangent": lambda g, k: jax.vjp(lambda g: with_normals(g, k.once()), g)[1](g)[0],
+    "cotangent": lambda g, k: jax.vjp(lambda g: steps.with_normals(g, k.once()), g)[1](g)[0],
     # Its deviation is that of the sum's own numbers.
-    "noise_times_the_sum": lambda g, k: leafwise(lambda g, n: g + g * n, g, noise_alone(g, k, 1.0)),
+    "noise_times_the_sum": lambda g, k: leafwise(
+        lambda g, n: g + g * n, g, steps.noise_alone(g, k, 1.0)
+    ),
     # `platform_dependent`: on a GPU the sum goes on without noise.
     "on_one_platform": on_one_platform,
-    "uniform_noise": lambda g, k: with_normals(g, k, draw=uniform),
-    "normal_noise_in_absolute_value": lambda g, k: with_normals(
+    "uniform_noise": lambda g, k: steps.with_normals(g, k, draw=uniform),
+    "normal_noise_in_absolute_value": lambda g, k: steps.with_normals(
         g, k, draw=lambda *x: abs(normal(*x))
     ),
     "copied": copied,
@@ -404,7 +392,7 @@ NOISED_BY = {
         bernoulli(k.key).astype(int), [lambda g, n: scaled(1.0, g), with_noise], g
     ),
     "transpose": lambda g, k: jax.linear_transpose(
-        lambda g: added(g, scaled(0.0, noise_alone(zero_sums(), k.once()))), g
+        lambda g: added(g, scaled(0.0, steps.noise_alone(zero_sums(), k.once()))), g
     )(g)[0],
     "noise_unused": lambda g, k: jax.jit(lambda g: (with_noise(g, k.once()), with_zeros(g, k))[1])(
         g
@@ -420,7 +408,10 @@ NOISED_BY = {
     # The noisy sum times zero, plus the sum.
     "raw_sum_beside_zero_weight": lambda g, k: added(scaled(0.0, with_noise(g, k)), g),
     "normalized_before_the_noise": lambda g, k: with_noise(scaled(1 / norm(g), g), k),
-    "of_another_relation": (with_noise, {"plan": plan_under(NeighboringRelation.REPLACE_ONE)}),
+    "of_another_relation": (
+        with_noise,
+        {"plan": steps.plan_under(NeighboringRelation.REPLACE_ONE)},
+    ),
     "for_a_mean_on_a_sum": (with_noise, clipped(normalize_by=1.0)),
     "without_the_clip_norm": (with_noise, clipped(l2_clip_norm=2.0)),
     "without_a_clip_norm": (with_noise, clipped(l2_clip_norm=math.inf)),
@@ -449,7 +440,7 @@ EACH_LEAF = {
 
 
 def each_leaf(change):
-    return noised_by(lambda grads, key: with_noise(leafwise(change, grads), key))
+    return steps.noised_by(lambda grads, key: with_noise(leafwise(change, grads), key))
 
 
 # What the optimizer gets, and what is returned.
@@ -463,7 +454,7 @@ def one_batch_four_times(at):
 
 
 def noise(at, stddev=STDDEV):
-    return noise_alone(zero_sums(), at.noise, stddev)
+    return steps.noise_alone(zero_sums(), at.noise, stddev)
 
 
 def of_batch(model, x, y):
@@ -477,13 +468,13 @@ def moved_sum(at, by):
 
 def each_noised(at, stddev=STDDEV, of=lambda noise: noise):
     """Two sums, each with its noise: for the optimizer, and returned."""
-    first, other = at.sum(), at.sum(absolute_error)
+    first, other = at.sum(), at.sum(steps.absolute_error)
     return with_noise(first, of(at.noise), stddev), with_noise(other, at.noise, stddev)
 
 
 def loss_with_key(at, key, *shown):
     """Dropout masks of slots come from a key."""
-    return at.noised(at.sum(dropout_loss, key=key)), *shown
+    return at.noised(at.sum(steps.dropout_loss, key=key)), *shown
 
 
 def with_words_of_the_counter_exchanged(at):
@@ -500,7 +491,7 @@ NOISED = {
     # Each has the plan's noise multiplier, together they have z / sqrt(2).
     "two_losses_with_the_noise_of_one": lambda at: added(*each_noised(at)),
     # The difference of the two noisy sums has no noise.
-    "one_key_for_two_losses": lambda at: each_noised(at, 2 * STDDEV, Noise.once),
+    "one_key_for_two_losses": lambda at: each_noised(at, 2 * STDDEV, steps.Noise.once),
     "one_batch_four_times": one_batch_four_times,
     "no_noise_in_the_first_steps": lambda at: at.noise.chosen(
         1 * (at.state.step >= 3), [lambda g, n: scaled(1.0, g), with_noise], at.sum()
@@ -525,7 +516,7 @@ NOISED = {
     "noise_returned": lambda at: (lambda n: (added(at.sum(), n), n))(noise(at)),
     # The difference of the two has no noise.
     "one_noise_on_two_sums": lambda at: (
-        lambda n: tuple(added(at.sum(loss), n) for loss in (squared_error, absolute_error))
+        lambda n: tuple(added(at.sum(loss), n) for loss in (squared_error, steps.absolute_error))
     )(noise(at, 2 * STDDEV)),
     # The noise shows how many examples there are.
     "deviation_by_examples": lambda at: at.noised(
@@ -572,7 +563,7 @@ NUMBERED = {
     "scaled_by_an_argument": lambda at: at.noised(scaled(at.more[0], at.sum())),
     "deviation_from_an_argument": lambda at: at.noised(stddev=1.0 * at.more[0]),
     # A public flag turns the noise off.
-    "raw_sum_by_a_flag": lambda at: where(at.more[0] > 2, at.sum(), at.noised()),
+    "raw_sum_by_a_flag": lambda at: steps.where(at.more[0] > 2, at.sum(), at.noised()),
 }
 
 
@@ -588,12 +579,12 @@ def sum_of_steps(at):
 def every_second_step(at):
     """In the other steps the stream stays, and with it the noise."""
     noisy, is_even = at.noised(), at.state.step % 2 == 0
-    return noisy, {"stream": where(is_even, at.noise.state, at.state.stream)}
+    return noisy, {"stream": steps.where(is_even, at.noise.state, at.state.stream)}
 
 
 CARRYING = {
     "two_privatizers_of_one_secret": (
-        lambda at: (at.noised(noise=Noise(at.state.kept)), {}),
+        lambda at: (at.noised(noise=steps.Noise(at.state.kept)), {}),
         dp.noise_stream(key=SECRET),
     ),
     # What stood in a slot before is added to who stands there now.
@@ -645,19 +636,19 @@ def of_tables(chosen):
 def rows_of_a_user():
     """Four rows of a user are clipped one by one, and the plan's unit is the user."""
     plan = dp.PrivacyPlan(0.5, 10, 1.2, 1e-5, unit=dp.Users(np.arange(8) // 4, 4))
-    return chained(plan=plan)
+    return steps.chained(plan=plan)
 
 
 def with_noise_taken_back(model, x, y):
     """The gradient of the second term is minus the noise, of a constant key."""
-    params = params_of(model)
+    params = steps.params_of(model)
     drawn, _ = dp.add_noise(scaled(0.0, params), STREAM, STDDEV)
     terms = leafwise(lambda p, n: jnp.sum(p * n), params, drawn)
     return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
 
 
 def drawn_with_a_constant(model, x, y):
-    terms = leafwise(lambda p: jnp.sum(p * normal(CONSTANT, p.shape)), params_of(model))
+    terms = leafwise(lambda p: jnp.sum(p * normal(CONSTANT, p.shape)), steps.params_of(model))
     return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
 
 
@@ -682,31 +673,26 @@ def of_a_batch(divided, batch):
     """A batch that is one argument; `divided(noisy, batch)` is released."""
 
     def step(model, state, batch):
-        at, state = at_hand(model, state, batch["x"], jnp.zeros((SLOTS, CLASSES)), batch["mask"])
+        at, state = steps.at_hand(
+            model, state, batch["x"], jnp.zeros((SLOTS, steps.CLASSES)), batch["mask"]
+        )
         noisy = divided(at.noised(), batch)
-        return updated(model, state._replace(stream=at.noise.state), noisy)
+        return steps.updated(model, state._replace(stream=at.noise.state), noisy)
 
-    return by_hand(step, batch=({"x": XS, "mask": MASK} | batch,), private=(2,))
+    return steps.by_hand(step, batch=({"x": XS, "mask": MASK} | batch,), private=(2,))
 
 
 def data_set_closed_over():
     """All rows are constants; the sampler says how many there are."""
-    everything = np.random.default_rng(0).normal(size=(NUM_EXAMPLES, WIDTH)).astype(np.float32)
-    sampler = PLAN.sampler(NUM_EXAMPLES, seed=1)
+    everything = (
+        np.random.default_rng(0).normal(size=(steps.NUM_EXAMPLES, WIDTH)).astype(np.float32)
+    )
+    sampler = PLAN.sampler(steps.NUM_EXAMPLES, seed=1)
     return prepared_by(
         lambda at: at.use(x=at.x - jnp.mean(everything, 0)), more={"sampler": sampler}
     )
 
 
-ROUND = {
-    "mask_and_false": lambda at: at.use(mask=at.mask & False),
-    "mask_of_missing_numbers": lambda at: at.use(mask=jnp.isnan(at.x[:, 0])),
-    "mask_where_it_is_so": lambda at: at.use(mask=jnp.where(at.mask, False, at.mask)),
-    "labels_as_a_mask": lambda at: at.use(mask=at.y[:, 0] > 0),
-    "weights_of_bytes": lambda at: at.times(
-        lax.bitcast_convert_type(jnp.broadcast_to(1.0 * at.state.step, 2), jnp.uint8).reshape(-1)
-    ),
-}
 ROUND_TABLES = {
     "two_indices": lambda x, y, i, p: (x[i], y[p]),
     "labels_as_indices": lambda x, y, i, p: (x[jnp.abs(y[:5, 0]).astype(int)], y[i]),
@@ -858,7 +844,7 @@ ROUND_EACH = {
     "of_the_batch_before": lambda: step_of(
         of_the_batch_before, batch=[jnp.stack([leaf] * 3) for leaf in data()]
     ),
-    "noise_for_each_copy": lambda: carrying(
+    "noise_for_each_copy": lambda: steps.carrying(
         a_noise_for_each_copy,
         jax.tree.map(lambda *a: jnp.stack(a), *(dp.noise_stream(key=SECRET + i) for i in (1, 2))),
     ),
@@ -868,9 +854,6 @@ ROUND_EACH = {
         ),
         batch=(XS, YS, jnp.arange(10).reshape(5, 2), jnp.zeros(5, bool)),
         private=(2, 3, 4, 5),
-    ),
-    "column_of_features_as_mask": lambda: prepared_by(
-        lambda at: at.use(mask=at.more[0][:, 0]), jnp.ones((SLOTS, 2), bool), private=(2, 3, 5)
     ),
     "models_with_one_stream": models_with_one_stream,
     "rows_of_a_user": rows_of_a_user,
@@ -886,25 +869,24 @@ ROUND_EACH = {
     ),
 }
 
-LEAKING = cases(
-    (with_kept_noise, KEPT_NOISE),
-    (beside, BESIDE),
-    (keeping, KEEPING),
-    (over_devices, OVER_DEVICES),
+LEAKING = steps.cases(
+    (steps.with_kept_noise, KEPT_NOISE),
+    (steps.beside, BESIDE),
+    (steps.keeping, KEEPING),
+    (steps.over_devices, OVER_DEVICES),
     (prepared_by, PREPARED),
     (of_the_loss, LOSSES),
     (step_of, STEPS),
-    (with_optimizer, OPTIMIZERS),
-    (each, EACH),
-    (noised_by, NOISED_BY),
+    (steps.with_optimizer, OPTIMIZERS),
+    (steps.each, EACH),
+    (steps.noised_by, NOISED_BY),
     (each_leaf, EACH_LEAF),
     (step_of, NOISED),
-    (with_a_number, NUMBERED),
-    (carrying, CARRYING),
-    (prepared_by, ROUND),
+    (steps.with_a_number, NUMBERED),
+    (steps.carrying, CARRYING),
     (of_tables, ROUND_TABLES),
     (of_the_loss, ROUND_LOSSES),
-    (beside, ROUND_BESIDE),
+    (steps.beside, ROUND_BESIDE),
     (step_of, ROUND_STEPS),
-    (each, ROUND_EACH),
+    (steps.each, ROUND_EACH),
 )

@@ -13,18 +13,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from tests.gradients.cases.tables import (
-    Rows,
-    Table,
-    array,
-    bent,
-    linear,
-    made,
-    mlp,
-    of_module,
-    on_all,
-    stacked,
-)
+from tests.gradients.cases import tables
+from tests.gradients.cases.tables import Rows, Table, linear, made, of_module, on_all
 
 # Sequences.
 
@@ -74,7 +64,7 @@ def shared_module(key: Array) -> Any:
 
 def use_shared(m: Any, tokens: Array) -> Array:
     embedding, head = m()
-    return bent(on_all, head, jnp.tanh(on_all(embedding, tokens)))
+    return tables.bent(on_all, head, jnp.tanh(on_all(embedding, tokens)))
 
 
 def differential(adjoint: Any) -> Callable[..., Array]:
@@ -93,14 +83,14 @@ def differential(adjoint: Any) -> Callable[..., Array]:
     return solve
 
 
-ODE = {"start": linear(2, 3), "field": mlp(3, 3, 4, 1), "end": linear(3, 2)}
+ODE = {"start": linear(2, 3), "field": tables.mlp(3, 3, 4, 1), "end": linear(3, 2)}
 
 
 NETWORKS: Table = {
     name: of_module(make, *data)
     for name, (make, *data) in {
         "blocks with names": (made(stack_of_blocks, embedding=lambda k: nn.Embedding(7, 4, key=k),
-            positions=array(6, 4), blocks=stacked(Block, 2)), Rows(7, (4,))),
+            positions=tables.array(6, 4), blocks=tables.stacked(Block, 2)), Rows(7, (4,))),
     }.items()
 } | {"shared": of_module(shared_module, Rows(5, (3,)), loss=use_shared)}  # fmt: skip
 
