@@ -47,6 +47,7 @@ NUMBERS = jnp.arange(SLOTS)
 INDICES = {"batch": (XS, YS, NUMBERS)}  # the third argument, as many as there are rows
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 ROOT = jax.random.key(12)
+CONSTANT, STREAM = jax.random.key(0), dp.noise_stream(key=SECRET)
 norm = optax.tree.norm
 
 
@@ -66,6 +67,11 @@ def raw_step(at):
 # What is returned beside an honest step.
 
 
+def stacked_counters(at, after):
+    """A loop begins with the stream's counter, and goes on with something else."""
+    return lax.scan(lambda count, _: (after, count), at.state.stream.counter[0], None, 2)[1]
+
+
 BESIDE = {
     "mean_loss_returned": lambda at: at.values.loss.mean(),
     "sum_without_noise_returned": lambda at: at.grads,
@@ -81,6 +87,19 @@ BESIDE = {
     "loss_of_closed_over": lambda at: At(at.new, None, XS, YS, MASK).losses().mean(),
     # Columns that are equal do not make rows equal.
     "equal_columns_of_closed_over": lambda at: jnp.asarray(COLUMNS).mean(),
+    "total_that_begins_with_data": lambda at: lax.scan(
+        lambda total, _: (total + 1,) * 2, at.x.sum(), None, 2
+    )[1],
+    "data_in_place_of_a_counter": lambda at: stacked_counters(
+        at, lax.bitcast_convert_type(at.x.sum(), jnp.uint32)
+    ),
+    "stream_in_metrics": lambda at: {"stream": at.noise.state},
+    "state_in_metrics": lambda at: {"1": at.state._replace(stream=at.noise.state)},
+    "children_of_the_stream": lambda at: split(at.noise.state.key),
+    "loss_under_a_name_that_is_disclosed": (
+        lambda at: {"loss": {"mean": at.values.loss.mean()}, "ok": jnp.ones(())},
+        {"more": {"disclose": ("2.ok",)}},
+    ),
 }
 
 
@@ -145,10 +164,6 @@ PREPARED = {
     "mask_and_false": lambda at: at.use(mask=at.mask & False),
     "mask_where_it_is_so": lambda at: at.use(mask=jnp.where(at.mask, False, at.mask)),
     "labels_as_a_mask": lambda at: at.use(mask=at.y[:, 0] > 0),
-    "column_of_features_as_mask": (
-        *(lambda at: at.use(mask=at.more[0][:, 0]), jnp.ones((SLOTS, 2), bool)),
-        {"private": (2, 3, 5)},
-    ),
     "weights_of_bytes": lambda at: at.times(
         lax.bitcast_convert_type(jnp.broadcast_to(1.0 * at.state.step, 2), jnp.uint8).reshape(-1)
     ),
@@ -170,6 +185,31 @@ def printed_in_a_branch(model, x, y):
     return squared_error(model, x, y)
 
 
+def with_noise_taken_back(model, x, y):
+    """The gradient of the second term is minus the noise, of a constant key."""
+    params = steps.params_of(model)
+    drawn, _ = dp.add_noise(scaled(0.0, params), STREAM, STDDEV)
+    terms = leafwise(lambda p, n: jnp.sum(p * n), params, drawn)
+    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
+
+
+def drawn_with_a_constant(model, x, y):
+    terms = leafwise(lambda p: jnp.sum(p * normal(CONSTANT, p.shape)), steps.params_of(model))
+    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
+
+
+def stopped_in_a_loop(model, x, y):
+    """How many turns a loop takes, an example says, and after five it stops the run."""
+
+    def turn(carry):
+        value, i = carry
+        i = eqx.error_if(i, i > 5, "too many turns")
+        return 0.5 * value, i + 1
+
+    x, _ = lax.while_loop(lambda carry: jnp.sum(carry[0] ** 2) > 1, turn, (x, 0))
+    return squared_error(model, lax.stop_gradient(x), y)
+
+
 @jax.custom_vjp
 def spy(x):
     """Its backward rule prints the cotangent."""
@@ -185,6 +225,9 @@ LOSSES = {
         model, eqx.error_if(x, x[0] > 100, "an input is large"), y
     ),
     "spying_rule": lambda model, x, y: jnp.sum((spy(model(x)) - y) ** 2),
+    "noise_taken_back": with_noise_taken_back,
+    "noise_drawn_with_a_constant": drawn_with_a_constant,
+    "stopped_in_a_loop": stopped_in_a_loop,
 }
 
 
@@ -312,24 +355,6 @@ def batch_closed_over_beside_its_mask():
         return steps.updated(model, state._replace(stream=at.noise.state), noisy)
 
     return steps.by_hand(step, batch=(MASK,), private=(2,))
-
-
-EACH = {
-    # Replacing an example moves a sum twice as far as leaving it out.
-    "privatizer_of_a_relation": lambda: steps.chained()._replace(
-        plan=steps.plan_under(NeighboringRelation.REPLACE_ONE)
-    ),
-    "noise_of_another_plan": lambda: steps.chained(
-        plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
-    )._replace(plan=PLAN),
-    # The loss is weighted by a statistic of as many labels as the data set has examples.
-    "closed_over_by_the_loss": lambda: steps.made(
-        lambda model, x, y: LABELS.mean() * squared_error(model, x, y)
-    ),
-    # A call takes 20 steps, and the plan speaks of 10.
-    "more_steps_than_the_plan_has": lambda: steps.epoch_by(At.noised, 20),
-    "batch_closed_over_beside_its_mask": batch_closed_over_beside_its_mask,
-}
 
 
 # Noise that is too little, twice the same, or taken away.
@@ -616,9 +641,8 @@ KEPT_NOISE = {
     "words_of_kept_noise_exchanged": lambda before, after: (([one[::-1] for one in after[0]],),),
 }
 
-# Steps that earlier checks called fine.
+# Data sets that are looked up or closed over, parts of batches and batches in loops.
 
-CONSTANT, STREAM = jax.random.key(0), dp.noise_stream(key=SECRET)
 INDEX, OTHER_INDEX = jnp.arange(5), jnp.arange(5)[::-1]
 TABLES = {"batch": (XS, YS, INDEX, OTHER_INDEX, jnp.zeros(5, bool)), "private": (2, 3, 4, 5, 6)}
 
@@ -637,31 +661,6 @@ def rows_of_a_user():
     """Four rows of a user are clipped one by one, and the plan's unit is the user."""
     plan = dp.PrivacyPlan(0.5, 10, 1.2, 1e-5, unit=dp.Users(np.arange(8) // 4, 4))
     return steps.chained(plan=plan)
-
-
-def with_noise_taken_back(model, x, y):
-    """The gradient of the second term is minus the noise, of a constant key."""
-    params = steps.params_of(model)
-    drawn, _ = dp.add_noise(scaled(0.0, params), STREAM, STDDEV)
-    terms = leafwise(lambda p, n: jnp.sum(p * n), params, drawn)
-    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
-
-
-def drawn_with_a_constant(model, x, y):
-    terms = leafwise(lambda p: jnp.sum(p * normal(CONSTANT, p.shape)), steps.params_of(model))
-    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
-
-
-def stopped_in_a_loop(model, x, y):
-    """How many turns a loop takes, an example says, and after five it stops the run."""
-
-    def turn(carry):
-        value, i = carry
-        i = eqx.error_if(i, i > 5, "too many turns")
-        return 0.5 * value, i + 1
-
-    x, _ = lax.while_loop(lambda carry: jnp.sum(carry[0] ** 2) > 1, turn, (x, 0))
-    return squared_error(model, lax.stop_gradient(x), y)
 
 
 class Sized(eqx.Module):
@@ -693,39 +692,12 @@ def data_set_closed_over():
     )
 
 
-ROUND_TABLES = {
+LOOKED_UP = {
     "two_indices": lambda x, y, i, p: (x[i], y[p]),
     "labels_as_indices": lambda x, y, i, p: (x[jnp.abs(y[:5, 0]).astype(int)], y[i]),
     "floats_as_indices": lambda x, y, i, p: (x[(1.0 * i).astype(int)], y[i]),
     "an_index_as_a_feature": lambda x, y, i, p: (x[i] * i[:, None], y[i]),
     "rows_as_they_came_beside_an_index": lambda x, y, i, p: (x[i], y[:5]),
-}
-ROUND_LOSSES = {
-    "noise_taken_back": with_noise_taken_back,
-    "noise_drawn_with_a_constant": drawn_with_a_constant,
-    "stopped_in_a_loop": stopped_in_a_loop,
-}
-
-
-def stacked_counters(at, after):
-    """A loop begins with the stream's counter, and goes on with something else."""
-    return lax.scan(lambda count, _: (after, count), at.state.stream.counter[0], None, 2)[1]
-
-
-ROUND_BESIDE = {
-    "total_that_begins_with_data": lambda at: lax.scan(
-        lambda total, _: (total + 1,) * 2, at.x.sum(), None, 2
-    )[1],
-    "data_in_place_of_a_counter": lambda at: stacked_counters(
-        at, lax.bitcast_convert_type(at.x.sum(), jnp.uint32)
-    ),
-    "stream_in_metrics": lambda at: {"stream": at.noise.state},
-    "state_in_metrics": lambda at: {"1": at.state._replace(stream=at.noise.state)},
-    "children_of_the_stream": lambda at: split(at.noise.state.key),
-    "loss_under_a_name_that_is_disclosed": (
-        lambda at: {"loss": {"mean": at.values.loss.mean()}, "ok": jnp.ones(())},
-        {"more": {"disclose": ("2.ok",)}},
-    ),
 }
 
 
@@ -812,23 +784,40 @@ def models_with_one_stream():
     return case._replace(args=(case.args[0], state, *case.args[2:]))
 
 
-ROUND_STEPS = {
+LOOPS = {
     "every_second_row": lambda at: at.noised(at.rows(slice(0, None, 2)).sum()),
     "left_out_by_a_mutable_array": left_out_by_a_mutable_array,
+    "microbatches_left_out": lambda at: one_by_one(at, left_out_later, 0),
     "sign_by_the_turn": lambda at: accumulated(
         at, lambda t, g, i: t + lax.cond(i > 1, lambda g: 1.0 * g, lambda g: -1.0 * g, g)
     ),
     "handed_on_after_a_draw": handed_on_after_a_draw,
-}
-ROUND_EACH = {
     # The first is the second plus one microbatch's sum, and the other way round.
-    "last_microbatch_alone": lambda: step_of(
-        lambda at: at.noised(two_totals(at, lambda one, two, part: (added(two, part), two))[0])
+    "last_microbatch_alone": lambda at: at.noised(
+        two_totals(at, lambda one, two, part: (added(two, part), two))[0]
     ),
-    "total_before_the_last_microbatch": lambda: step_of(
-        lambda at: (at.noised(), two_totals(at, lambda one, two, part: (added(one, part), one))[1])
+    "total_before_the_last_microbatch": lambda at: (
+        at.noised(),
+        two_totals(at, lambda one, two, part: (added(one, part), one))[1],
     ),
-    "prefix_sums": lambda: step_of(lambda at: at.noised(two_totals(at, prefix_sums)[1])),
+    "prefix_sums": lambda at: at.noised(two_totals(at, prefix_sums)[1]),
+}
+
+EACH = {
+    # Replacing an example moves a sum twice as far as leaving it out.
+    "privatizer_of_a_relation": lambda: steps.chained()._replace(
+        plan=steps.plan_under(NeighboringRelation.REPLACE_ONE)
+    ),
+    "noise_of_another_plan": lambda: steps.chained(
+        plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
+    )._replace(plan=PLAN),
+    # The loss is weighted by a statistic of as many labels as the data set has examples.
+    "closed_over_by_the_loss": lambda: steps.made(
+        lambda model, x, y: LABELS.mean() * squared_error(model, x, y)
+    ),
+    # A call takes 20 steps, and the plan speaks of 10.
+    "more_steps_than_the_plan_has": lambda: steps.epoch_by(At.noised, 20),
+    "batch_closed_over_beside_its_mask": batch_closed_over_beside_its_mask,
     "microbatches_with_other_weights": lambda: step_of(
         lambda at: one_by_one(at, with_another_weight, at.more[0]), batch=(*data(), ROOT)
     ),
@@ -840,13 +829,8 @@ ROUND_EACH = {
         ),
         batch=(*data(), ROOT),
     ),
-    "microbatches_left_out": lambda: step_of(lambda at: one_by_one(at, left_out_later, 0)),
     "of_the_batch_before": lambda: step_of(
         of_the_batch_before, batch=[jnp.stack([leaf] * 3) for leaf in data()]
-    ),
-    "noise_for_each_copy": lambda: steps.carrying(
-        a_noise_for_each_copy,
-        jax.tree.map(lambda *a: jnp.stack(a), *(dp.noise_stream(key=SECRET + i) for i in (1, 2))),
     ),
     "pairs_by_an_index": lambda: step_of(
         lambda at: at.noised(
@@ -854,6 +838,10 @@ ROUND_EACH = {
         ),
         batch=(XS, YS, jnp.arange(10).reshape(5, 2), jnp.zeros(5, bool)),
         private=(2, 3, 4, 5),
+    ),
+    "noise_for_each_copy": lambda: steps.carrying(
+        a_noise_for_each_copy,
+        jax.tree.map(lambda *a: jnp.stack(a), *(dp.noise_stream(key=SECRET + i) for i in (1, 2))),
     ),
     "models_with_one_stream": models_with_one_stream,
     "rows_of_a_user": rows_of_a_user,
@@ -864,6 +852,9 @@ ROUND_EACH = {
         lambda noisy, batch: scaled(1 / batch["more"].size, noisy), {"more": Sized(XS, 5)}
     ),
     "data_set_closed_over": data_set_closed_over,
+    "column_of_features_as_mask": lambda: prepared_by(
+        lambda at: at.use(mask=at.more[0][:, 0]), jnp.ones((SLOTS, 2), bool), private=(2, 3, 5)
+    ),
     "another_argument_named": lambda: prepared_by(
         lambda at: at, jnp.ones(3), private=(5,), more={}
     ),
@@ -884,9 +875,6 @@ LEAKING = steps.cases(
     (step_of, NOISED),
     (steps.with_a_number, NUMBERED),
     (steps.carrying, CARRYING),
-    (of_tables, ROUND_TABLES),
-    (of_the_loss, ROUND_LOSSES),
-    (steps.beside, ROUND_BESIDE),
-    (step_of, ROUND_STEPS),
-    (steps.each, ROUND_EACH),
+    (of_tables, LOOKED_UP),
+    (step_of, LOOPS),
 )

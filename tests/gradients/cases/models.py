@@ -1,4 +1,4 @@
-"""Small models of the kinds that are trained: transformers, and a low-rank one."""
+"""A small transformer, with its layers in a scan."""
 
 import functools
 from collections.abc import Callable
@@ -11,9 +11,8 @@ import numpy as np
 from equinox import nn
 from jaxtyping import Array
 
-from tests import models
 from tests.gradients.cases.tables import Table, random_like
-from tests.models import Case, cross_entropy, gpt
+from tests.models import Case, cross_entropy
 
 WIDTH, VOCABULARY, LENGTH = 4, 7, 5
 
@@ -77,39 +76,4 @@ def stacked_gpt() -> Case:
     return Case("stacked_gpt", model, language_loss, _draw_tokens)
 
 
-class LowRankLinear(eqx.Module):
-    """A frozen linear layer and what is trained in its place: two thin matrices."""
-
-    base: nn.Linear
-    down: Array
-    up: Array
-
-    def __init__(self, base: nn.Linear, rank: int, key: Array) -> None:
-        self.base = base
-        keys = jax.random.split(key)
-        self.down = models.normal(keys[0], (rank, base.in_features))
-        self.up = 0.3 * models.normal(keys[1], (base.out_features, rank))
-
-    def __call__(self, x: Array, *, key: Array | None = None) -> Array:
-        return self.base(x) + self.up @ (self.down @ x)
-
-
-@functools.cache
-def low_rank_gpt() -> Case:
-    """Adapters on the projections of attention; everything else is frozen."""
-    case = gpt()
-    model = random_like(case.model)
-    spec = jax.tree.map(lambda _: False, model)
-    for name in ("query_proj", "output_proj"):
-        where = lambda m, name=name: getattr(m.attention, name)  # noqa: E731
-        adapted = LowRankLinear(where(model), 2, jax.random.key(len(name)))
-        model = eqx.tree_at(where, model, adapted)
-        trained = jax.tree.map(lambda _: False, adapted)
-        trained = eqx.tree_at(lambda m: (m.down, m.up), trained, (True, True))
-        spec = eqx.tree_at(where, spec, trained)
-    return case._replace(name="low_rank_gpt", model=model, filter_spec=spec)
-
-
-TABLE: Table = {
-    make.__name__: lambda name, make=make: make() for make in (stacked_gpt, low_rank_gpt)
-}
+TABLE: Table = {"stacked_gpt": lambda name: stacked_gpt()}
