@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib
 from dp_accounting import NeighboringRelation
 from jax import lax
 from jax.random import bernoulli, fold_in, key_data, normal, split, uniform

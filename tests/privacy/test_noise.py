@@ -13,7 +13,7 @@ from scipy import stats
 
 from eqx_dp import privacy
 from eqx_dp.precision import parse_policy
-from eqx_dp.privacy import add_noise, gaussian_privatizer, key_from_secret, noise_stream
+from eqx_dp.privacy import add_noise, gaussian, gaussian_privatizer, key_from_secret, noise_stream
 from eqx_dp.privacy.grid import grid_of
 from tests.tiers import curated
 
@@ -407,7 +407,7 @@ def test_a_leaf_of_more_than_2_to_the_32_entries():
 
     @jax.jit
     def of_some():
-        every = privacy.gaussian._places((rows, columns), name)
+        every = gaussian._places((rows, columns), name)
         return [[x[i // columns, i % columns] for x in every] for i in positions]
 
     with jax.enable_x64(True):
