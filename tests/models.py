@@ -131,33 +131,52 @@ def cnn() -> Case:
     return Case("cnn", CNN(jax.random.key(3)), cnn_loss, functools.partial(_draw, (1, 8, 8)))
 
 
-# One transformer block with an embedding that is tied to the output.
+# A transformer: its layers are stacked, under scan and checkpoint, and the embedding is the head.
+
+
+class Block(eqx.Module):
+    """Attention and a two-layer network, each behind a norm."""
+
+    before: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    after: eqx.nn.RMSNorm
+    mix: eqx.nn.MLP
+
+    def __init__(self, key: Array) -> None:
+        self.before, self.after = eqx.nn.LayerNorm(4), eqx.nn.RMSNorm(4)
+        self.attention = eqx.nn.MultiheadAttention(2, 4, use_value_bias=True, key=key)
+        self.mix = eqx.nn.MLP(4, 4, 6, 1, activation=jax.nn.gelu, key=key)
+
+    def __call__(self, hidden: Array) -> Array:
+        seen = jnp.tril(jnp.ones((len(hidden), len(hidden)), bool))
+        normed = jax.vmap(self.before)(hidden)
+        hidden = hidden + self.attention(normed, normed, normed, mask=seen)
+        return hidden + jax.vmap(self.mix)(jax.vmap(self.after)(hidden))
 
 
 class GPT(eqx.Module):
     embedding: eqx.nn.Embedding
     position: Array
-    before: eqx.nn.LayerNorm
-    attention: eqx.nn.MultiheadAttention
-    after: eqx.nn.LayerNorm
-    mix: eqx.nn.MLP
+    blocks: Block
+    norm: eqx.nn.LayerNorm
 
     def __init__(self, key: Array) -> None:
         keys = jax.random.split(key, 4)
-        self.embedding = eqx.nn.Embedding(11, 8, key=keys[0])
-        self.position = 0.1 * normal(keys[1], (6, 8))
-        self.before = eqx.nn.LayerNorm(8)
-        self.attention = eqx.nn.MultiheadAttention(2, 8, key=keys[2])
-        self.after = eqx.nn.LayerNorm(8)
-        self.mix = eqx.nn.MLP(8, 8, 16, 1, activation=jax.nn.gelu, key=keys[3])
+        self.embedding = eqx.nn.Embedding(7, 4, key=keys[0])
+        self.position = 0.1 * normal(keys[1], (5, 4))
+        self.blocks = eqx.filter_vmap(Block)(keys[2:])
+        self.norm = eqx.nn.LayerNorm(4)
 
     def __call__(self, tokens: Array) -> Array:
-        hidden = jax.vmap(self.embedding)(tokens) + self.position
-        seen = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
-        normed = jax.vmap(self.before)(hidden)
-        hidden = hidden + self.attention(normed, normed, normed, mask=seen)
-        hidden = hidden + jax.vmap(self.mix)(jax.vmap(self.after)(hidden))
-        return hidden @ self.embedding.weight.T
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+
+        @jax.checkpoint
+        def layer(hidden: Array, arrays: Any) -> tuple[Array, None]:
+            return eqx.combine(arrays, static)(hidden), None
+
+        start = jax.vmap(self.embedding)(tokens) + self.position
+        hidden, _ = jax.lax.scan(layer, start, arrays)
+        return jax.vmap(self.norm)(hidden) @ self.embedding.weight.T
 
 
 def gpt_loss(model: GPT, tokens: dict[str, Array]) -> Array:
@@ -165,7 +184,7 @@ def gpt_loss(model: GPT, tokens: dict[str, Array]) -> Array:
 
 
 def _draw_tokens(rng: np.random.Generator, size: int) -> tuple[Any, ...]:
-    tokens = jnp.asarray(rng.integers(0, 11, (size, 7)), jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, 7, (size, 6)), jnp.int32)
     return ({"input": tokens[:, :-1], "target": tokens[:, 1:]},)
 
 

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import eqx_dp as dp
-from eqx_dp.privacy import key_from_secret
 
 MODEL = eqx.nn.Linear(4, 1, key=jax.random.key(0))
 X, Y = np.full((8, 4), 0.7531, np.float32), np.zeros((8, 1), np.float32)
@@ -119,7 +118,6 @@ CASES = [
     ("callbacks", lambda x: trained(callbacks=x), (3, "x", [3], None)),
     ("progress", lambda x: trained(progress=x), ("x", None)),
     ("steps", lambda x: trained().run(MODEL, steps=x), ("x", 1.5, True)),
-    ("a secret", key_from_secret, (None, "x", 1.5)),
     ("source", lambda x: dp.load_model(x, like=MODEL), (None, 3)),
     ("file", lambda x: saved(file=x), (None, 3, "x.bin", "/nowhere/a.safetensors")),
     ("model", lambda x: saved(x), (None, "x", 3)),

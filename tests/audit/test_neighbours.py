@@ -11,18 +11,8 @@ import pytest
 import eqx_dp as dp
 from eqx_dp import audit
 from tests import models
-from tests.audit.by_hand import (
-    BATCH,
-    CLIP_NORM,
-    LOSS,
-    MASK,
-    MODEL,
-    STDDEV,
-    audited,
-    clipped,
-    rules_of,
-    stepped,
-)
+from tests.audit import by_hand as steps
+from tests.audit.by_hand import BATCH, CLIP_NORM, LOSS, MASK, MODEL, STDDEV, audited, clipped
 from tests.tiers import curated
 from tests.training import runs
 
@@ -130,8 +120,8 @@ def total_loss(model, x, y):
 
 @pytest.mark.slow
 def test_a_report_is_a_table_and_a_file_in_which_infinity_is_null(tmp_path):
-    report = audited(*stepped(lambda model, x, y, mask: jax.grad(total_loss)(model, x, y)))
-    assert "movement" in rules_of(report)
+    report = audited(*steps.stepped(lambda model, x, y, mask: jax.grad(total_loss)(model, x, y)))
+    assert "movement" in steps.rules_of(report)
     assert report.largest == np.inf
     head = f"on {len(report.pairs)} pairs of ADD_OR_REMOVE_ONE neighbors"
     assert head in str(report).splitlines()[0]

@@ -7,26 +7,14 @@ import optax
 import pytest
 
 import eqx_dp as dp
-from tests.audit.by_hand import (
-    CLIP_NORM,
-    LOSS,
-    MODEL,
-    NOISE,
-    audited,
-    clipped,
-    norms,
-    rows,
-    rules_of,
-    scaled_by,
-    stepped,
-    weighted,
-)
+from tests.audit import by_hand
+from tests.audit.by_hand import CLIP_NORM, audited, clipped, norms, rules_of, stepped, weighted
 
 pytestmark = pytest.mark.slow
 
 # Gradients that are wrong, each in a step that is otherwise right.
 
-not_clipped = scaled_by(jnp.ones_like)
+not_clipped = by_hand.scaled_by(jnp.ones_like)
 
 
 def clipped_as_a_whole(model, x, y, mask):
@@ -37,7 +25,7 @@ def clipped_as_a_whole(model, x, y, mask):
 
 def clipped_leaf_by_leaf(model, x, y, mask):
     """One clip norm a leaf, and the sensitivity of one."""
-    gradients = rows(model, x, y)
+    gradients = by_hand.rows(model, x, y)
     counts = jnp.isfinite(norms(gradients)) & ~mask
     return jax.tree.map(
         lambda leaf: weighted([leaf], jnp.minimum(1, CLIP_NORM / norms([leaf])), counts)[0],
@@ -46,7 +34,7 @@ def clipped_leaf_by_leaf(model, x, y, mask):
 
 
 def summed_in_bfloat16(model, x, y, mask):
-    gradients = rows(model, x, y)
+    gradients = by_hand.rows(model, x, y)
     found = norms(gradients)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), gradients)
     factors = jnp.minimum(1, CLIP_NORM / found).astype(jnp.bfloat16)
@@ -61,7 +49,7 @@ def with_statistics_of_the_batch(model, x, y, mask):
 
 def poisoned(model, x, y, mask):
     """NaN times zero is NaN."""
-    gradients = rows(model, x, y)
+    gradients = by_hand.rows(model, x, y)
     factors = jnp.minimum(1, CLIP_NORM / norms(gradients))
     return weighted(gradients, factors * ~mask, jnp.ones(len(x), bool))
 
@@ -102,7 +90,7 @@ def test_a_sensitivity_of_another_relation():
 
 
 def test_an_optimizer_before_the_noise():
-    report = audited(*stepped(clipped, optax.chain(optax.adam(1e-2), NOISE)))
+    report = audited(*stepped(clipped, optax.chain(optax.adam(1e-2), by_hand.NOISE)))
     assert {"movement", "beside the noise"} & rules_of(report)
 
 
@@ -111,17 +99,19 @@ def test_noise_by_a_key_that_depends_on_the_data():
     def step(model, state, x, y, mask):
         number = jnp.sum(jnp.nan_to_num(x)).astype(jnp.int32)
         stream = state.stream._replace(key=jax.random.fold_in(state.stream.key, number))
-        gradient, _ = NOISE.update(clipped(model, x, y, mask), state._replace(stream=stream))
+        gradient, _ = by_hand.NOISE.update(
+            clipped(model, x, y, mask), state._replace(stream=stream)
+        )
         return gradient, state
 
-    assert rules_of(audited(step, NOISE.init(MODEL))) == {"noise"}
+    assert rules_of(audited(step, by_hand.NOISE.init(by_hand.MODEL))) == {"noise"}
 
 
 # Results beside the release: of the step's model and state, and of the batch.
 
 
 def loss_of_the_batch(model, x, y, mask):
-    return jnp.where(mask, 0, jax.vmap(LOSS, (None, 0, 0))(model, x, y)).sum()
+    return jnp.where(mask, 0, jax.vmap(by_hand.LOSS, (None, 0, 0))(model, x, y)).sum()
 
 
 BESIDE = {

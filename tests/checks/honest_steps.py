@@ -20,59 +20,36 @@ from jax.random import bernoulli, bits, fold_in, normal, split, uniform
 
 import eqx_dp as dp
 from tests import models
+from tests.checks import privacy_steps as steps
 from tests.checks.privacy_steps import (
-    BASICS,
     CLASSES,
-    EXPECTED,
-    OPTIMIZER,
     PLAN,
     SECRET,
     SLOTS,
     STDDEV,
     WIDTH,
     At,
-    Noise,
-    absolute_error,
     added,
-    beside,
     by_hand,
-    cases,
     chained,
-    clip_norms_by_layer,
     clipped,
     data,
     dropout_loss,
     each,
-    epoch_by,
-    first_state,
-    keeping,
     made,
     mlp,
-    noise_alone,
-    noised_by,
-    over_devices,
     params_of,
-    plan_under,
-    prepared_by,
-    psum,
     scaled,
-    squared_error,
     step_of,
-    updated,
-    with_a_number,
-    with_kept_noise,
     with_noise,
-    with_normals,
-    with_optimizer,
-    zero_sums,
 )
 from tests.optimizers import made as optimizer_named
 from tests.sharding.losses import mesh_of
 
 MULTIPLIER = PLAN.noise_multiplier
-REPLACE_ONE = plan_under(NeighboringRelation.REPLACE_ONE)
-REPLACE_SPECIAL = plan_under(NeighboringRelation.REPLACE_SPECIAL)
-EVERY_EXAMPLE = plan_under(NeighboringRelation.ADD_OR_REMOVE_ONE, sampling_prob=1.0)
+REPLACE_ONE = steps.plan_under(NeighboringRelation.REPLACE_ONE)
+REPLACE_SPECIAL = steps.plan_under(NeighboringRelation.REPLACE_SPECIAL)
+EVERY_EXAMPLE = steps.plan_under(NeighboringRelation.ADD_OR_REMOVE_ONE, sampling_prob=1.0)
 MULTI_STEPS = optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
 PRESETS = sorted({*dp.available_policies()} - {"float64"})
 METHODS = ("book_keeping", "ghost", "per_example")
@@ -104,7 +81,7 @@ def large_leaf():
     return made(lambda model, x: jnp.sum(model(x) ** 2), model=model, batch=batch)
 
 
-def scanned(loss=squared_error):
+def scanned(loss=steps.squared_error):
     """Several steps in one program, of one state."""
     case = made(loss)
     arrays, static = eqx.partition(case.args[0], eqx.is_array)
@@ -139,7 +116,7 @@ MADE = {
     **{name: lambda name=name: of_policy(name) for name in PRESETS},
     "loss_with_keys": lambda: made(dropout_loss),
     "loss_of_a_batch": lambda: made(batch_loss, keep_batch_dim=True),
-    "clip_norms_of_layers": lambda: made(l2_clip_norm=clip_norms_by_layer(mlp())),
+    "clip_norms_of_layers": lambda: made(l2_clip_norm=steps.clip_norms_by_layer(mlp())),
     "quantile_of_one_number": lambda: made(
         lambda w, x, y: w * x[0], model=jnp.ones(()), l2_clip_norm=dp.clipping.Quantile(weight=0.01)
     ),
@@ -148,7 +125,7 @@ MADE = {
     "transformer": lambda: of_case(models.gpt()),
     "prodigy": lambda: made(optimizer=optax.contrib.prodigy(1.0)),
     "multi_steps": lambda: made(optimizer=MULTI_STEPS),
-    "skips_what_is_not_finite": lambda: made(optimizer=optax.apply_if_finite(OPTIMIZER, 2)),
+    "skips_what_is_not_finite": lambda: made(optimizer=optax.apply_if_finite(steps.OPTIMIZER, 2)),
     "auto_axes": lambda: sharded("auto"),
     "explicit_axes": lambda: sharded("explicit"),
     "replace_one": lambda: made(plan=REPLACE_ONE),
@@ -165,12 +142,12 @@ MADE = {
 
 def groups():
     """The plan's noise for all numbers, drawn by two optimizers, each for its own parameters."""
-    optimizers = {"matrix": OPTIMIZER, "vector": optax.sgd(1)}
+    optimizers = {"matrix": steps.OPTIMIZER, "vector": optax.sgd(1)}
     parts = {
         kind: optax.chain(PLAN.privatizer(clipped(), key=SECRET), optimizer)
         for kind, optimizer in optimizers.items()
     }
-    return with_optimizer(optax.multi_transform(parts, kinds))
+    return steps.with_optimizer(optax.multi_transform(parts, kinds))
 
 
 def loss_with_a_solver(model, x, y):
@@ -184,7 +161,7 @@ def loss_with_a_loop(model, x, y):
     """How long it runs depends on the example, and on no other."""
     is_short = lambda c: (jnp.sum(c[0] * c[0]) < 10.0) & (c[1] < 5)  # noqa: E731
     x, _ = lax.while_loop(is_short, lambda c: (1.5 * c[0] + 0.1, c[1] + 1), (x, 0))
-    return squared_error(model, lax.stop_gradient(x), y)
+    return steps.squared_error(model, lax.stop_gradient(x), y)
 
 
 def loss_with_a_branch(model, x, y):
@@ -204,14 +181,14 @@ CHAINS = {
         optax.multi_transform({"matrix": optax.adam(1e-2), "vector": optax.sgd(0.1)}, kinds)
     ),
     "noise_inside_of_groups": groups,
-    "schedule_free": lambda: with_optimizer(
+    "schedule_free": lambda: steps.with_optimizer(
         optax.contrib.schedule_free(
             optax.chain(PLAN.privatizer(clipped(), key=SECRET), optax.sgd(0.1)), 0.1
         )
     ),
     "frozen_layers": lambda: chained(filter_spec=last_layer(mlp())),
-    "clip_norms_of_layers": lambda: chained(l2_clip_norm=clip_norms_by_layer(mlp())),
-    "noise_that_is_kept": with_kept_noise,
+    "clip_norms_of_layers": lambda: chained(l2_clip_norm=steps.clip_norms_by_layer(mlp())),
+    "noise_that_is_kept": steps.with_kept_noise,
     "loop_over_one_example": lambda: chained(loss=loss_with_a_loop, method="per_example"),
     "branch_on_one_example": lambda: chained(loss=loss_with_a_branch),
     "solver_that_adapts": lambda: chained(loss=loss_with_a_solver, method="per_example"),
@@ -268,18 +245,18 @@ def under_jit_and_remat(grads, noise):
 
 
 def of_public(model, x, y):
-    return jnp.mean(jax.vmap(squared_error, (None, 0, 0))(model, x, y))
+    return jnp.mean(jax.vmap(steps.squared_error, (None, 0, 0))(model, x, y))
 
 
 NOISED_BY = {
     "stream_carried": with_noise,
     "layers_with_a_noise_of_their_own": (
         layers_with_a_noise_of_their_own,
-        {"grad_fn": clipped(l2_clip_norm=clip_norms_by_layer(mlp())), "multiplier": 0.0},
+        {"grad_fn": clipped(l2_clip_norm=steps.clip_norms_by_layer(mlp())), "multiplier": 0.0},
     ),
     "noise_of_the_scaled_gradient": lambda g, k: with_noise(scaled(10.0, g), k, 10.0 * STDDEV),
     "divided_afterwards": (
-        lambda g, k: scaled(1 / EXPECTED, with_noise(g, k, MULTIPLIER)),
+        lambda g, k: scaled(1 / steps.EXPECTED, with_noise(g, k, MULTIPLIER)),
         {"grad_fn": clipped(normalize_by=1.0)},
     ),
     "more_noise": (lambda g, k: with_noise(g, k, 2 * STDDEV), {"multiplier": 2 * MULTIPLIER}),
@@ -301,13 +278,14 @@ STEP_OF = {
     ),
     "two_losses_with_a_noise_each": (
         lambda at: added(
-            at.noised(stddev=2**0.5 * STDDEV), at.noised(at.sum(absolute_error), 2**0.5 * STDDEV)
+            at.noised(stddev=2**0.5 * STDDEV),
+            at.noised(at.sum(steps.absolute_error), 2**0.5 * STDDEV),
         ),
         {"multiplier": 2**0.5 * MULTIPLIER},
     ),
     "key_that_is_split": lambda at: at.noised(at.sum(dropout_loss, key=at.keys[1])),
     # One example moves the sum of both by twice the bound.
-    "two_losses": lambda at: at.noised(added(at.sum(), at.sum(absolute_error)), 2 * STDDEV),
+    "two_losses": lambda at: at.noised(added(at.sum(), at.sum(steps.absolute_error)), 2 * STDDEV),
     "decay_behind_the_noise": lambda at: added(at.noised(), scaled(0.1, params_of(at.model))),
     "public_gradient_added": (
         lambda at: at.noised(added(at.sum(), eqx.filter_grad(of_public)(at.model, *at.more))),
@@ -366,7 +344,7 @@ def gathered():
     """From the whole data set on the device, by the sampler's indices: -1 is padding."""
     x, y, mask = (jnp.concatenate([leaf, leaf]) for leaf in data())
     index = jnp.where(mask[:SLOTS], -1, jnp.arange(SLOTS))
-    return prepared_by(
+    return steps.prepared_by(
         lambda at: at.use(x=at.x[at.mask], y=jnp.take(at.y, at.mask, axis=0), mask=at.more[0]),
         batch=(x, y, index, index < 0),
         private=(2, 3, 4, 5),
@@ -380,16 +358,16 @@ def scanned_indices():
     def epoch(params, state, xs, ys, *chosen):
         def step(carry, chosen):
             (params, state), (index, mask) = carry, chosen
-            noise = Noise(state.stream)
+            noise = steps.Noise(state.stream)
             at = At(eqx.combine(params, static), state, xs[index], ys[index], mask)
             noisy = at.noised(noise=noise)
-            return updated(params, state._replace(stream=noise.state), noisy), None
+            return steps.updated(params, state._replace(stream=noise.state), noisy), None
 
         return lax.scan(step, (params, state), chosen)[0]
 
     index = jnp.stack([jnp.where(data()[2], -1, jnp.arange(SLOTS))] * 3)
     batch = {"batch": (*data()[:2], index, index < 0), "private": (2, 3, 4, 5)}
-    return by_hand(epoch, model=params, state=first_state(params), **batch)
+    return by_hand(epoch, model=params, state=steps.first_state(params), **batch)
 
 
 def rules_and_the_plan():
@@ -399,6 +377,7 @@ def rules_and_the_plan():
     return case._replace(args=(rules.shard(model), state, *rules.shard_batch(tuple(batch))))
 
 
+BACKBONE = eqx.nn.MLP(WIDTH, WIDTH, 4, 1, key=SECRET_KEY)
 PREPARED = {
     "normalized_by_constants": lambda at: at.use(x=(at.x - jnp.arange(WIDTH)) / 0.3),
     "normalized_each_by_itself": lambda at: at.use(x=normalized(at.x)),
@@ -410,6 +389,10 @@ PREPARED = {
     # What changes from step to step is the same for all slots.
     "row_of_a_table": (lambda at: at.use(x=at.x * at.more[0][at.state.step]), jnp.ones(64)),
     "public_rows": (lambda at: at.times(at.more[0]), jnp.ones(SLOTS), {"more": {"public_rows": 5}}),
+    "frozen_backbone": lambda at: at.use(x=jax.vmap(BACKBONE)(at.x)),
+    "one_hot_labels": lambda at: at.use(y=jax.nn.one_hot(jnp.argmax(at.y, 1), CLASSES)),
+    "padding_zeroed": lambda at: at.use(x=jnp.where(at.mask[:, None], 0.0, at.x)),
+    "mask_chosen": lambda at: at.use(mask=jnp.where(jnp.any(at.x > 9, axis=1), True, at.mask)),
 }
 
 ROWS = {
@@ -427,23 +410,6 @@ def chunks(at):
 
 # More of what users write.
 
-PROJECTION, BACKBONE = jnp.ones((WIDTH, WIDTH)), eqx.nn.MLP(WIDTH, WIDTH, 4, 1, key=SECRET_KEY)
-
-
-VIEWS = {
-    "projected": (lambda at: at.use(x=at.x @ at.more[0]), PROJECTION),
-    "padded_and_cut": lambda at: at.use(x=jnp.pad(at.x, ((0, 0), (1, 2)))[:, 1 : WIDTH + 1]),
-    "stacked_views": lambda at: at.use(x=jnp.stack([at.x, -at.x], axis=1).mean(1)),
-    "frozen_backbone": lambda at: at.use(x=jax.vmap(BACKBONE)(at.x)),
-    "convolved": lambda at: at.use(
-        x=jax.vmap(lambda x: jnp.convolve(x, jnp.ones(3), "same"))(at.x)
-    ),
-    "one_hot_labels": lambda at: at.use(y=jax.nn.one_hot(jnp.argmax(at.y, 1), CLASSES)),
-    "padding_zeroed": lambda at: at.use(x=jnp.where(at.mask[:, None], 0.0, at.x)),
-    "mask_chosen": lambda at: at.use(mask=jnp.where(jnp.any(at.x > 9, axis=1), True, at.mask)),
-    "images": lambda at: at.use(x=at.x.reshape(SLOTS, 2, 2)[:, ::-1].reshape(SLOTS, WIDTH)),
-}
-
 
 def accumulated(parts_of):
     """Clipped sums of microbatches, added up in a scan."""
@@ -454,7 +420,7 @@ def accumulated(parts_of):
         def turn(total, part):
             return added(total, At(at.model, at.state, *part).sum()), None
 
-        return at.noised(lax.scan(turn, zero_sums(), parts)[0])
+        return at.noised(lax.scan(turn, steps.zero_sums(), parts)[0])
 
     return step_of(noisy)
 
@@ -481,7 +447,7 @@ def with_unlabelled():
 
 def of_users():
     users = dp.Users(jnp.arange(40) // 4, 4)
-    plan = dp.PrivacyPlan(**BASICS, unit=users)
+    plan = dp.PrivacyPlan(**steps.BASICS, unit=users)
     x, y, mask = data()
     rows = jnp.stack([x] * 4, 1), jnp.stack([y] * 4, 1), jnp.zeros((SLOTS, 4), bool)
     return made(plan=plan, batch=(*rows, mask))
@@ -540,18 +506,17 @@ MORE = {
     "scanned_with_keys": lambda: scanned(dropout_loss),
 }
 
-HONEST = cases(
+HONEST = steps.cases(
     (each, {f"made: {name}": make for name, make in MADE.items()}),
     (each, {f"chain: {name}": make for name, make in CHAINS.items()}),
-    (noised_by, NOISED_BY),
+    (steps.noised_by, NOISED_BY),
     (step_of, STEP_OF),
-    (with_a_number, WITH_A_NUMBER),
-    (epoch_by, EPOCHS),
-    (beside, BESIDE),
-    (keeping, KEEPING),
-    (prepared_by, PREPARED),
+    (steps.with_a_number, WITH_A_NUMBER),
+    (steps.epoch_by, EPOCHS),
+    (steps.beside, BESIDE),
+    (steps.keeping, KEEPING),
+    (steps.prepared_by, PREPARED),
     (each, ROWS),
-    (prepared_by, VIEWS),
     (each, MORE),
 )
 
@@ -562,9 +527,9 @@ HONEST = cases(
 def epoch_in_a_python_loop():
     def epoch(model, state, xs, ys, masks):
         for x, y, mask in zip(xs, ys, masks, strict=True):
-            noise = Noise(state.stream)
+            noise = steps.Noise(state.stream)
             noisy = At(model, state, x, y, mask).noised(noise=noise)
-            model, state = updated(model, state._replace(stream=noise.state), noisy)
+            model, state = steps.updated(model, state._replace(stream=noise.state), noisy)
         return model, state
 
     return by_hand(epoch, batch=tuple(jnp.stack([leaf] * 2) for leaf in data()))
@@ -589,7 +554,7 @@ BY_PARTS = {
     ),
     "noise_in_two_parts": lambda at: at.noised(at.noised(stddev=0.6 * STDDEV), 0.8 * STDDEV),
     "turns_of_two_losses": lambda at: at.noised(
-        lax.cond(at.state.step % 2 == 0, at.sum, lambda: at.sum(absolute_error))
+        lax.cond(at.state.step % 2 == 0, at.sum, lambda: at.sum(steps.absolute_error))
     ),
 }
 
@@ -605,20 +570,20 @@ BY_ROWS = {
 
 BY_LOOPS = {
     "batches_in_a_python_loop": epoch_in_a_python_loop,
-    "sum_of_devices": lambda: over_devices(lambda at: psum(at.sum())),
+    "sum_of_devices": lambda: steps.over_devices(lambda at: steps.psum(at.sum())),
 }
 
 # Noise by hand: dp.add_noise is what the check knows.
 BY_NORMALS = {
-    "normals": with_normals,
-    "taken_away": lambda g, k: added(g, scaled(-1.0, noise_alone(g, k))),
+    "normals": steps.with_normals,
+    "taken_away": lambda g, k: added(g, scaled(-1.0, steps.noise_alone(g, k))),
 }
 
-UNDECIDED = cases(
+UNDECIDED = steps.cases(
     (step_of, BY_PARTS),
-    (prepared_by, BY_ROWS),
+    (steps.prepared_by, BY_ROWS),
     (each, BY_LOOPS),
-    (noised_by, BY_NORMALS),
+    (steps.noised_by, BY_NORMALS),
 )
 
 

@@ -12,16 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib
 from dp_accounting import NeighboringRelation
 from jax import lax
 from jax.random import bernoulli, fold_in, key_data, normal, split, uniform
 
 import eqx_dp as dp
+from tests.checks import privacy_steps as steps
 from tests.checks.honest_steps import ensemble
 from tests.checks.privacy_steps import (
-    CLASSES,
-    NUM_EXAMPLES,
     OPTIMIZER,
     PLAN,
     SECRET,
@@ -29,50 +27,26 @@ from tests.checks.privacy_steps import (
     STDDEV,
     WIDTH,
     At,
-    Noise,
-    absolute_error,
     added,
-    at_hand,
-    beside,
-    by_hand,
-    carrying,
-    cases,
-    chained,
     clipped,
     data,
-    dropout_loss,
-    each,
-    epoch_by,
-    keeping,
-    made,
-    minus,
-    noise_alone,
-    noised_by,
-    over_devices,
-    params_of,
-    plan_under,
     prepared_by,
     psum,
     scaled,
     squared_error,
     step_of,
-    updated,
-    where,
-    with_a_number,
-    with_kept_noise,
     with_noise,
-    with_normals,
-    with_optimizer,
     zero_sums,
 )
 
 XS, YS, MASK = data()
-LABELS = jnp.arange(NUM_EXAMPLES) % CLASSES
+LABELS = jnp.arange(steps.NUM_EXAMPLES) % steps.CLASSES
 COLUMNS = np.repeat(np.asarray(XS)[:, :1], 3, 1)
 NUMBERS = jnp.arange(SLOTS)
 INDICES = {"batch": (XS, YS, NUMBERS)}  # the third argument, as many as there are rows
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 ROOT = jax.random.key(12)
+CONSTANT, STREAM = jax.random.key(0), dp.noise_stream(key=SECRET)
 norm = optax.tree.norm
 
 
@@ -92,6 +66,11 @@ def raw_step(at):
 # What is returned beside an honest step.
 
 
+def stacked_counters(at, after):
+    """A loop begins with the stream's counter, and goes on with something else."""
+    return lax.scan(lambda count, _: (after, count), at.state.stream.counter[0], None, 2)[1]
+
+
 BESIDE = {
     "mean_loss_returned": lambda at: at.values.loss.mean(),
     "sum_without_noise_returned": lambda at: at.grads,
@@ -99,7 +78,7 @@ BESIDE = {
     "dithered_loss": lambda at: at.noised(at.values.loss.mean(), 1e-3),
     # One bit of the sum.
     "whether_the_raw_sum_is_finite": lambda at: jnp.all(jnp.isfinite(jax.tree.leaves(at.grads)[0])),
-    "size_of_the_noise": lambda at: norm(minus(at.noisy, at.grads)),
+    "size_of_the_noise": lambda at: norm(steps.minus(at.noisy, at.grads)),
     # A host function returns what nothing is known of.
     "data_of_a_host_function": lambda at: jax.pure_callback(lambda: XS.mean(), SCALAR),
     "raw_model_on_public_data": lambda at: jnp.sum(jax.vmap(raw_step(at))(jnp.ones((3, WIDTH)))),
@@ -107,6 +86,19 @@ BESIDE = {
     "loss_of_closed_over": lambda at: At(at.new, None, XS, YS, MASK).losses().mean(),
     # Columns that are equal do not make rows equal.
     "equal_columns_of_closed_over": lambda at: jnp.asarray(COLUMNS).mean(),
+    "total_that_begins_with_data": lambda at: lax.scan(
+        lambda total, _: (total + 1,) * 2, at.x.sum(), None, 2
+    )[1],
+    "data_in_place_of_a_counter": lambda at: stacked_counters(
+        at, lax.bitcast_convert_type(at.x.sum(), jnp.uint32)
+    ),
+    "stream_in_metrics": lambda at: {"stream": at.noise.state},
+    "state_in_metrics": lambda at: {"1": at.state._replace(stream=at.noise.state)},
+    "children_of_the_stream": lambda at: split(at.noise.state.key),
+    "loss_under_a_name_that_is_disclosed": (
+        lambda at: {"loss": {"mean": at.values.loss.mean()}, "ok": jnp.ones(())},
+        {"more": {"disclose": ("2.ok",)}},
+    ),
 }
 
 
@@ -118,7 +110,7 @@ KEEPING = {
     "metrics": (lambda kept, at: {"loss": at.values.loss.mean()}, {"loss": jnp.zeros(())}, {}),
     "least_loss": (lambda kept, at: jnp.minimum(kept, at.values.loss.mean()), jnp.zeros(())),
     # Error feedback: the sum minus the noisy sum is kept, and shows the noise.
-    "residual_of_the_noise": (lambda kept, at: minus(at.grads, at.noisy), zero_sums()),
+    "residual_of_the_noise": (lambda kept, at: steps.minus(at.grads, at.noisy), zero_sums()),
 }
 
 
@@ -135,75 +127,30 @@ OVER_DEVICES = {
     "the_whole_batch_on_every_device": (lambda at: psum(at.sum()), {"batch": None}),
     "an_eighth_of_the_noise": (
         lambda at: psum(with_noise(at.sum(), at.noise, STDDEV / 8)),
-        {"finish": updated},
+        {"finish": steps.updated},
     ),
 }
 
 
-# What is done to examples before the engine.
-
-
-def columns_of(at):
-    """Columns of copies of the batch, in a scan: they are no rows."""
-    copies = jnp.broadcast_to(at.x, (2, *at.x.shape))
-    _, turned = lax.scan(lambda c, a: (c, a.T), 0, copies)
-    return at.use(x=turned[0][:, :WIDTH])
+# What is done to examples before the engine: what primitives do to rows is in test_rows.py.
 
 
 PREPARED = {
     "standardized": lambda at: at.use(x=(at.x - at.x.mean(axis=0)) / (at.x.std(axis=0) + 1e-3)),
-    "differences_of_examples": lambda at: at.use(x=at.x - at.x[:1]),
-    # Each column by itself: slots hold numbers of several examples.
-    "examples_sorted": lambda at: at.use(x=jnp.sort(at.x, axis=0)),
-    # The first half is doubled and put before the second.
-    "first_half_doubled": lambda at: at.use(x=jnp.concatenate([2 * at.x[:4], at.x[4:]])),
-    # If one of the first four is left out, the fifth moves up: two change.
-    "first_half_alone": lambda at: at.rows(slice(4)),
-    # Slot 0 is set to zero: an example that is left out puts another one there.
-    "the_first_slot_overwritten": lambda at: at.use(x=at.x.at[0].set(0.0)),
-    # Every second slot is padding: an example that is left out brings four others back.
-    "odd_slots_masked": lambda at: at.use(mask=at.mask | (NUMBERS % 2 == 1)),
     # The slot's number is written into the example.
     "slot_as_a_feature": lambda at: at.use(x=at.x.at[:, 0].set(NUMBERS)),
     # Rows of a unit matrix are added, as positions in a sequence are.
     "codes_of_slots_added": lambda at: at.use(x=at.x + jnp.eye(SLOTS, WIDTH)),
-    # An example's inputs meet another one's targets: two rows change for one.
-    "labels_turned_round": lambda at: at.use(y=at.y[::-1]),
     # Whether an example counts is said by another slot's mask.
     "mask_turned_round": lambda at: at.use(mask=at.mask[::-1]),
-    # Inputs move to other rows, by an order that all labels decide; targets do not.
-    "inputs_sorted_by_label": lambda at: at.use(x=at.x[jnp.argsort(at.y[:, 0])]),
-    "mixed_up": lambda at: at.use(x=at.x + jax.random.permutation(at.keys[1], at.x)),
     "handed_on_twice": lambda at: at.rows(jnp.concatenate([NUMBERS, NUMBERS])),
-    "one_row_in_all_slots": lambda at: at.rows(jnp.zeros(SLOTS, int)),
-    "pairs": lambda at: at.use(
-        x=(at.x.reshape(4, 2, WIDTH) * jnp.asarray([[1.0], [-1.0]])).reshape(SLOTS, WIDTH)
-    ),
     "centered_by_a_constant_batch": lambda at: at.use(x=at.x - XS.mean(0)),
-    # The first four slots count: an example that is left out moves the fifth into them.
-    "weights_concatenated": lambda at: at.times(jnp.concatenate([jnp.ones(4), jnp.zeros(4)])),
-    # Slot i has the weight i: all behind an example that is left out get another one.
-    "ramp_by_map": lambda at: at.times(lax.map(lambda i: 1.0 * i, NUMBERS)),
-    "ramp_by_a_cumulative_sum": lambda at: at.times(jnp.cumsum(jnp.ones(SLOTS))),
-    # A triangular matrix times ones.
-    "ramp_by_a_product": lambda at: at.times(jnp.tril(jnp.ones((SLOTS, SLOTS))) @ jnp.ones(SLOTS)),
-    # Slot i has the i-th smallest of eight random times.
-    "sorted_times": lambda at: at.times(jnp.sort(uniform(at.keys[1], (SLOTS,)))),
-    # A random number up to the slot's own number.
-    "bounds_of_slots": lambda at: at.times(uniform(at.keys[1], (SLOTS,), maxval=NUMBERS + 1.0)),
     # Slot i is multiplied by the same number in every step, and that number is a constant.
     "constant_random_numbers": lambda at: at.times(normal(jax.random.key(0), (SLOTS,))),
-    "columns": (columns_of, {"batch": (jnp.ones((SLOTS, SLOTS)), YS, MASK)}),
-    # The weights are not named private, but a slot's is that of whoever stands there.
-    "weights_as_an_argument": (lambda at: at.times(at.more[0]), jnp.ones(SLOTS)),
-    "targets_as_an_argument": (lambda at: at.use(y=at.more[0]), jnp.ones((SLOTS, CLASSES))),
+    # The targets are not named private, but a slot's is that of whoever stands there.
+    "targets_as_an_argument": (lambda at: at.use(y=at.more[0]), jnp.ones((SLOTS, steps.CLASSES))),
     # Rows are taken by halves of public numbers: each row that is taken counts twice.
     "order_that_repeats": (lambda at: at.rows(at.more[0] // 2), NUMBERS),
-    # Weights of slots, read from a longer table from the step's number on.
-    "window_of_a_table": (
-        lambda at: at.times(lax.dynamic_slice(at.more[0], (at.state.step,), (SLOTS,))),
-        jnp.linspace(0, 1, 64),
-    ),
     # One slot after the other is left out: the slot is public, and who stands there is not.
     "slot_of_the_step_masked": lambda at: at.use(mask=at.mask | (at.state.step % SLOTS == NUMBERS)),
     # Inputs are looked up by indices, and targets are not: two rows change for one.
@@ -213,6 +160,12 @@ PREPARED = {
     # Examples far from the mean of the batch are left out.
     "mask_by_others": lambda at: at.use(mask=at.mask | (jnp.abs(at.x - at.x.mean(0)).max(1) > 3)),
     "public_mask": lambda at: at.use(mask=jnp.zeros(SLOTS, bool)),
+    "mask_and_false": lambda at: at.use(mask=at.mask & False),
+    "mask_where_it_is_so": lambda at: at.use(mask=jnp.where(at.mask, False, at.mask)),
+    "labels_as_a_mask": lambda at: at.use(mask=at.y[:, 0] > 0),
+    "weights_of_bytes": lambda at: at.times(
+        lax.bitcast_convert_type(jnp.broadcast_to(1.0 * at.state.step, 2), jnp.uint8).reshape(-1)
+    ),
 }
 
 
@@ -231,6 +184,31 @@ def printed_in_a_branch(model, x, y):
     return squared_error(model, x, y)
 
 
+def with_noise_taken_back(model, x, y):
+    """The gradient of the second term is minus the noise, of a constant key."""
+    params = steps.params_of(model)
+    drawn, _ = dp.add_noise(scaled(0.0, params), STREAM, STDDEV)
+    terms = leafwise(lambda p, n: jnp.sum(p * n), params, drawn)
+    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
+
+
+def drawn_with_a_constant(model, x, y):
+    terms = leafwise(lambda p: jnp.sum(p * normal(CONSTANT, p.shape)), steps.params_of(model))
+    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
+
+
+def stopped_in_a_loop(model, x, y):
+    """How many turns a loop takes, an example says, and after five it stops the run."""
+
+    def turn(carry):
+        value, i = carry
+        i = eqx.error_if(i, i > 5, "too many turns")
+        return 0.5 * value, i + 1
+
+    x, _ = lax.while_loop(lambda carry: jnp.sum(carry[0] ** 2) > 1, turn, (x, 0))
+    return squared_error(model, lax.stop_gradient(x), y)
+
+
 @jax.custom_vjp
 def spy(x):
     """Its backward rule prints the cotangent."""
@@ -246,12 +224,15 @@ LOSSES = {
         model, eqx.error_if(x, x[0] > 100, "an input is large"), y
     ),
     "spying_rule": lambda model, x, y: jnp.sum((spy(model(x)) - y) ** 2),
+    "noise_taken_back": with_noise_taken_back,
+    "noise_drawn_with_a_constant": drawn_with_a_constant,
+    "stopped_in_a_loop": stopped_in_a_loop,
 }
 
 
 def of_the_loss(loss):
     """An honest step of a loss that is not."""
-    return noised_by(with_noise, clipped(loss))
+    return steps.noised_by(with_noise, clipped(loss))
 
 
 # What the optimizer gets, and what happens on the way.
@@ -311,7 +292,9 @@ def skipped(at, is_skipped):
 STEPS = {
     "learning_rate_from_the_loss": lambda at: scaled(1 / (1 + at.losses().mean()), at.noised()),
     # Without a branch: `jnp.where` leaves the update out if the loss is high.
-    "selected_by_the_loss": lambda at: where(at.losses().mean() > 10, zero_sums(), at.noised()),
+    "selected_by_the_loss": lambda at: steps.where(
+        at.losses().mean() > 10, zero_sums(), at.noised()
+    ),
     "skipped_by_the_loss": lambda at: skipped(at, at.losses().mean() > 10),
     "kept_in_a_mutable_array": lambda at: (KEPT.__setitem__(..., at.x[0, :2]), at.noised())[1],
     "loss_printed": lambda at: (jax.debug.print("{}", at.losses().mean()), at.noised())[1],
@@ -325,7 +308,7 @@ STEPS = {
     ),
     "models_mapped": models_mapped,
     "one_loss_masked": lambda at: at.noised(
-        added(at.sum(), at.use(mask=None).sum(absolute_error)), 2 * STDDEV
+        added(at.sum(), at.use(mask=None).sum(steps.absolute_error)), 2 * STDDEV
     ),
     "accumulated_growing": lambda at: accumulated(at, lambda t, g, i: 2.0 * t + g),
     "turns_by_examples": lambda at: lax.fori_loop(
@@ -366,29 +349,11 @@ def batch_closed_over_beside_its_mask():
     """Only the mask is an argument; inputs and targets are constants of the program."""
 
     def step(model, state, mask):
-        at, state = at_hand(model, state, XS, YS, mask)
+        at, state = steps.at_hand(model, state, XS, YS, mask)
         noisy = at.noised()
-        return updated(model, state._replace(stream=at.noise.state), noisy)
+        return steps.updated(model, state._replace(stream=at.noise.state), noisy)
 
-    return by_hand(step, batch=(MASK,), private=(2,))
-
-
-EACH = {
-    # Replacing an example moves a sum twice as far as leaving it out.
-    "privatizer_of_a_relation": lambda: chained()._replace(
-        plan=plan_under(NeighboringRelation.REPLACE_ONE)
-    ),
-    "noise_of_another_plan": lambda: chained(
-        plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
-    )._replace(plan=PLAN),
-    # The loss is weighted by a statistic of as many labels as the data set has examples.
-    "closed_over_by_the_loss": lambda: made(
-        lambda model, x, y: LABELS.mean() * squared_error(model, x, y)
-    ),
-    # A call takes 20 steps, and the plan speaks of 10.
-    "more_steps_than_the_plan_has": lambda: epoch_by(At.noised, 20),
-    "batch_closed_over_beside_its_mask": batch_closed_over_beside_its_mask,
-}
+    return steps.by_hand(step, batch=(MASK,), private=(2,))
 
 
 # Noise that is too little, twice the same, or taken away.
@@ -428,18 +393,20 @@ NOISED_BY = {
     # The noise is divided by the expected batch size, and the gradient is not.
     "gradient_scaled_before_the_noise": lambda g, k: with_noise(scaled(10.0, g), k),
     "noise_in_proportion": lambda g, k: with_noise(g, k, STDDEV * norm(g)),
-    "constant_key": lambda g, k: with_noise(g, Noise(STREAM)),
+    "constant_key": lambda g, k: with_noise(g, steps.Noise(STREAM)),
     # The derivative of `sum + noise` in the sum's direction is the sum.
     "tangent": lambda g, k: jax.jvp(lambda g: with_noise(g, k.once()), (g,), (g,))[1],
     # Backwards through the noise goes what was handed in: the sum.
     # (That of `add_noise` is zero: it is rounded.)
-    "cotangent": lambda g, k: jax.vjp(lambda g: with_normals(g, k.once()), g)[1](g)[0],
+    "cotangent": lambda g, k: jax.vjp(lambda g: steps.with_normals(g, k.once()), g)[1](g)[0],
     # Its deviation is that of the sum's own numbers.
-    "noise_times_the_sum": lambda g, k: leafwise(lambda g, n: g + g * n, g, noise_alone(g, k, 1.0)),
+    "noise_times_the_sum": lambda g, k: leafwise(
+        lambda g, n: g + g * n, g, steps.noise_alone(g, k, 1.0)
+    ),
     # `platform_dependent`: on a GPU the sum goes on without noise.
     "on_one_platform": on_one_platform,
-    "uniform_noise": lambda g, k: with_normals(g, k, draw=uniform),
-    "normal_noise_in_absolute_value": lambda g, k: with_normals(
+    "uniform_noise": lambda g, k: steps.with_normals(g, k, draw=uniform),
+    "normal_noise_in_absolute_value": lambda g, k: steps.with_normals(
         g, k, draw=lambda *x: abs(normal(*x))
     ),
     "copied": copied,
@@ -449,7 +416,7 @@ NOISED_BY = {
         bernoulli(k.key).astype(int), [lambda g, n: scaled(1.0, g), with_noise], g
     ),
     "transpose": lambda g, k: jax.linear_transpose(
-        lambda g: added(g, scaled(0.0, noise_alone(zero_sums(), k.once()))), g
+        lambda g: added(g, scaled(0.0, steps.noise_alone(zero_sums(), k.once()))), g
     )(g)[0],
     "noise_unused": lambda g, k: jax.jit(lambda g: (with_noise(g, k.once()), with_zeros(g, k))[1])(
         g
@@ -465,7 +432,10 @@ NOISED_BY = {
     # The noisy sum times zero, plus the sum.
     "raw_sum_beside_zero_weight": lambda g, k: added(scaled(0.0, with_noise(g, k)), g),
     "normalized_before_the_noise": lambda g, k: with_noise(scaled(1 / norm(g), g), k),
-    "of_another_relation": (with_noise, {"plan": plan_under(NeighboringRelation.REPLACE_ONE)}),
+    "of_another_relation": (
+        with_noise,
+        {"plan": steps.plan_under(NeighboringRelation.REPLACE_ONE)},
+    ),
     "for_a_mean_on_a_sum": (with_noise, clipped(normalize_by=1.0)),
     "without_the_clip_norm": (with_noise, clipped(l2_clip_norm=2.0)),
     "without_a_clip_norm": (with_noise, clipped(l2_clip_norm=math.inf)),
@@ -494,7 +464,7 @@ EACH_LEAF = {
 
 
 def each_leaf(change):
-    return noised_by(lambda grads, key: with_noise(leafwise(change, grads), key))
+    return steps.noised_by(lambda grads, key: with_noise(leafwise(change, grads), key))
 
 
 # What the optimizer gets, and what is returned.
@@ -508,7 +478,7 @@ def one_batch_four_times(at):
 
 
 def noise(at, stddev=STDDEV):
-    return noise_alone(zero_sums(), at.noise, stddev)
+    return steps.noise_alone(zero_sums(), at.noise, stddev)
 
 
 def of_batch(model, x, y):
@@ -522,13 +492,13 @@ def moved_sum(at, by):
 
 def each_noised(at, stddev=STDDEV, of=lambda noise: noise):
     """Two sums, each with its noise: for the optimizer, and returned."""
-    first, other = at.sum(), at.sum(absolute_error)
+    first, other = at.sum(), at.sum(steps.absolute_error)
     return with_noise(first, of(at.noise), stddev), with_noise(other, at.noise, stddev)
 
 
 def loss_with_key(at, key, *shown):
     """Dropout masks of slots come from a key."""
-    return at.noised(at.sum(dropout_loss, key=key)), *shown
+    return at.noised(at.sum(steps.dropout_loss, key=key)), *shown
 
 
 def with_words_of_the_counter_exchanged(at):
@@ -545,7 +515,7 @@ NOISED = {
     # Each has the plan's noise multiplier, together they have z / sqrt(2).
     "two_losses_with_the_noise_of_one": lambda at: added(*each_noised(at)),
     # The difference of the two noisy sums has no noise.
-    "one_key_for_two_losses": lambda at: each_noised(at, 2 * STDDEV, Noise.once),
+    "one_key_for_two_losses": lambda at: each_noised(at, 2 * STDDEV, steps.Noise.once),
     "one_batch_four_times": one_batch_four_times,
     "no_noise_in_the_first_steps": lambda at: at.noise.chosen(
         1 * (at.state.step >= 3), [lambda g, n: scaled(1.0, g), with_noise], at.sum()
@@ -570,7 +540,7 @@ NOISED = {
     "noise_returned": lambda at: (lambda n: (added(at.sum(), n), n))(noise(at)),
     # The difference of the two has no noise.
     "one_noise_on_two_sums": lambda at: (
-        lambda n: tuple(added(at.sum(loss), n) for loss in (squared_error, absolute_error))
+        lambda n: tuple(added(at.sum(loss), n) for loss in (squared_error, steps.absolute_error))
     )(noise(at, 2 * STDDEV)),
     # The noise shows how many examples there are.
     "deviation_by_examples": lambda at: at.noised(
@@ -617,7 +587,7 @@ NUMBERED = {
     "scaled_by_an_argument": lambda at: at.noised(scaled(at.more[0], at.sum())),
     "deviation_from_an_argument": lambda at: at.noised(stddev=1.0 * at.more[0]),
     # A public flag turns the noise off.
-    "raw_sum_by_a_flag": lambda at: where(at.more[0] > 2, at.sum(), at.noised()),
+    "raw_sum_by_a_flag": lambda at: steps.where(at.more[0] > 2, at.sum(), at.noised()),
 }
 
 
@@ -633,12 +603,12 @@ def sum_of_steps(at):
 def every_second_step(at):
     """In the other steps the stream stays, and with it the noise."""
     noisy, is_even = at.noised(), at.state.step % 2 == 0
-    return noisy, {"stream": where(is_even, at.noise.state, at.state.stream)}
+    return noisy, {"stream": steps.where(is_even, at.noise.state, at.state.stream)}
 
 
 CARRYING = {
     "two_privatizers_of_one_secret": (
-        lambda at: (at.noised(noise=Noise(at.state.kept)), {}),
+        lambda at: (at.noised(noise=steps.Noise(at.state.kept)), {}),
         dp.noise_stream(key=SECRET),
     ),
     # What stood in a slot before is added to who stands there now.
@@ -670,9 +640,8 @@ KEPT_NOISE = {
     "words_of_kept_noise_exchanged": lambda before, after: (([one[::-1] for one in after[0]],),),
 }
 
-# Steps that earlier checks called fine.
+# Data sets that are looked up or closed over, parts of batches and batches in loops.
 
-CONSTANT, STREAM = jax.random.key(0), dp.noise_stream(key=SECRET)
 INDEX, OTHER_INDEX = jnp.arange(5), jnp.arange(5)[::-1]
 TABLES = {"batch": (XS, YS, INDEX, OTHER_INDEX, jnp.zeros(5, bool)), "private": (2, 3, 4, 5, 6)}
 
@@ -690,32 +659,7 @@ def of_tables(chosen):
 def rows_of_a_user():
     """Four rows of a user are clipped one by one, and the plan's unit is the user."""
     plan = dp.PrivacyPlan(0.5, 10, 1.2, 1e-5, unit=dp.Users(np.arange(8) // 4, 4))
-    return chained(plan=plan)
-
-
-def with_noise_taken_back(model, x, y):
-    """The gradient of the second term is minus the noise, of a constant key."""
-    params = params_of(model)
-    drawn, _ = dp.add_noise(scaled(0.0, params), STREAM, STDDEV)
-    terms = leafwise(lambda p, n: jnp.sum(p * n), params, drawn)
-    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
-
-
-def drawn_with_a_constant(model, x, y):
-    terms = leafwise(lambda p: jnp.sum(p * normal(CONSTANT, p.shape)), params_of(model))
-    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
-
-
-def stopped_in_a_loop(model, x, y):
-    """How many turns a loop takes, an example says, and after five it stops the run."""
-
-    def turn(carry):
-        value, i = carry
-        i = eqx.error_if(i, i > 5, "too many turns")
-        return 0.5 * value, i + 1
-
-    x, _ = lax.while_loop(lambda carry: jnp.sum(carry[0] ** 2) > 1, turn, (x, 0))
-    return squared_error(model, lax.stop_gradient(x), y)
+    return steps.chained(plan=plan)
 
 
 class Sized(eqx.Module):
@@ -727,64 +671,32 @@ def of_a_batch(divided, batch):
     """A batch that is one argument; `divided(noisy, batch)` is released."""
 
     def step(model, state, batch):
-        at, state = at_hand(model, state, batch["x"], jnp.zeros((SLOTS, CLASSES)), batch["mask"])
+        at, state = steps.at_hand(
+            model, state, batch["x"], jnp.zeros((SLOTS, steps.CLASSES)), batch["mask"]
+        )
         noisy = divided(at.noised(), batch)
-        return updated(model, state._replace(stream=at.noise.state), noisy)
+        return steps.updated(model, state._replace(stream=at.noise.state), noisy)
 
-    return by_hand(step, batch=({"x": XS, "mask": MASK} | batch,), private=(2,))
+    return steps.by_hand(step, batch=({"x": XS, "mask": MASK} | batch,), private=(2,))
 
 
 def data_set_closed_over():
     """All rows are constants; the sampler says how many there are."""
-    everything = np.random.default_rng(0).normal(size=(NUM_EXAMPLES, WIDTH)).astype(np.float32)
-    sampler = PLAN.sampler(NUM_EXAMPLES, seed=1)
+    everything = (
+        np.random.default_rng(0).normal(size=(steps.NUM_EXAMPLES, WIDTH)).astype(np.float32)
+    )
+    sampler = PLAN.sampler(steps.NUM_EXAMPLES, seed=1)
     return prepared_by(
         lambda at: at.use(x=at.x - jnp.mean(everything, 0)), more={"sampler": sampler}
     )
 
 
-ROUND = {
-    "mask_and_false": lambda at: at.use(mask=at.mask & False),
-    "mask_of_missing_numbers": lambda at: at.use(mask=jnp.isnan(at.x[:, 0])),
-    "mask_where_it_is_so": lambda at: at.use(mask=jnp.where(at.mask, False, at.mask)),
-    "labels_as_a_mask": lambda at: at.use(mask=at.y[:, 0] > 0),
-    "weights_of_bytes": lambda at: at.times(
-        lax.bitcast_convert_type(jnp.broadcast_to(1.0 * at.state.step, 2), jnp.uint8).reshape(-1)
-    ),
-}
-ROUND_TABLES = {
+LOOKED_UP = {
     "two_indices": lambda x, y, i, p: (x[i], y[p]),
     "labels_as_indices": lambda x, y, i, p: (x[jnp.abs(y[:5, 0]).astype(int)], y[i]),
     "floats_as_indices": lambda x, y, i, p: (x[(1.0 * i).astype(int)], y[i]),
     "an_index_as_a_feature": lambda x, y, i, p: (x[i] * i[:, None], y[i]),
     "rows_as_they_came_beside_an_index": lambda x, y, i, p: (x[i], y[:5]),
-}
-ROUND_LOSSES = {
-    "noise_taken_back": with_noise_taken_back,
-    "noise_drawn_with_a_constant": drawn_with_a_constant,
-    "stopped_in_a_loop": stopped_in_a_loop,
-}
-
-
-def stacked_counters(at, after):
-    """A loop begins with the stream's counter, and goes on with something else."""
-    return lax.scan(lambda count, _: (after, count), at.state.stream.counter[0], None, 2)[1]
-
-
-ROUND_BESIDE = {
-    "total_that_begins_with_data": lambda at: lax.scan(
-        lambda total, _: (total + 1,) * 2, at.x.sum(), None, 2
-    )[1],
-    "data_in_place_of_a_counter": lambda at: stacked_counters(
-        at, lax.bitcast_convert_type(at.x.sum(), jnp.uint32)
-    ),
-    "stream_in_metrics": lambda at: {"stream": at.noise.state},
-    "state_in_metrics": lambda at: {"1": at.state._replace(stream=at.noise.state)},
-    "children_of_the_stream": lambda at: split(at.noise.state.key),
-    "loss_under_a_name_that_is_disclosed": (
-        lambda at: {"loss": {"mean": at.values.loss.mean()}, "ok": jnp.ones(())},
-        {"more": {"disclose": ("2.ok",)}},
-    ),
 }
 
 
@@ -871,23 +783,40 @@ def models_with_one_stream():
     return case._replace(args=(case.args[0], state, *case.args[2:]))
 
 
-ROUND_STEPS = {
+LOOPS = {
     "every_second_row": lambda at: at.noised(at.rows(slice(0, None, 2)).sum()),
     "left_out_by_a_mutable_array": left_out_by_a_mutable_array,
+    "microbatches_left_out": lambda at: one_by_one(at, left_out_later, 0),
     "sign_by_the_turn": lambda at: accumulated(
         at, lambda t, g, i: t + lax.cond(i > 1, lambda g: 1.0 * g, lambda g: -1.0 * g, g)
     ),
     "handed_on_after_a_draw": handed_on_after_a_draw,
-}
-ROUND_EACH = {
     # The first is the second plus one microbatch's sum, and the other way round.
-    "last_microbatch_alone": lambda: step_of(
-        lambda at: at.noised(two_totals(at, lambda one, two, part: (added(two, part), two))[0])
+    "last_microbatch_alone": lambda at: at.noised(
+        two_totals(at, lambda one, two, part: (added(two, part), two))[0]
     ),
-    "total_before_the_last_microbatch": lambda: step_of(
-        lambda at: (at.noised(), two_totals(at, lambda one, two, part: (added(one, part), one))[1])
+    "total_before_the_last_microbatch": lambda at: (
+        at.noised(),
+        two_totals(at, lambda one, two, part: (added(one, part), one))[1],
     ),
-    "prefix_sums": lambda: step_of(lambda at: at.noised(two_totals(at, prefix_sums)[1])),
+    "prefix_sums": lambda at: at.noised(two_totals(at, prefix_sums)[1]),
+}
+
+EACH = {
+    # Replacing an example moves a sum twice as far as leaving it out.
+    "privatizer_of_a_relation": lambda: steps.chained()._replace(
+        plan=steps.plan_under(NeighboringRelation.REPLACE_ONE)
+    ),
+    "noise_of_another_plan": lambda: steps.chained(
+        plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
+    )._replace(plan=PLAN),
+    # The loss is weighted by a statistic of as many labels as the data set has examples.
+    "closed_over_by_the_loss": lambda: steps.made(
+        lambda model, x, y: LABELS.mean() * squared_error(model, x, y)
+    ),
+    # A call takes 20 steps, and the plan speaks of 10.
+    "more_steps_than_the_plan_has": lambda: steps.epoch_by(At.noised, 20),
+    "batch_closed_over_beside_its_mask": batch_closed_over_beside_its_mask,
     "microbatches_with_other_weights": lambda: step_of(
         lambda at: one_by_one(at, with_another_weight, at.more[0]), batch=(*data(), ROOT)
     ),
@@ -899,13 +828,8 @@ ROUND_EACH = {
         ),
         batch=(*data(), ROOT),
     ),
-    "microbatches_left_out": lambda: step_of(lambda at: one_by_one(at, left_out_later, 0)),
     "of_the_batch_before": lambda: step_of(
         of_the_batch_before, batch=[jnp.stack([leaf] * 3) for leaf in data()]
-    ),
-    "noise_for_each_copy": lambda: carrying(
-        a_noise_for_each_copy,
-        jax.tree.map(lambda *a: jnp.stack(a), *(dp.noise_stream(key=SECRET + i) for i in (1, 2))),
     ),
     "pairs_by_an_index": lambda: step_of(
         lambda at: at.noised(
@@ -914,8 +838,9 @@ ROUND_EACH = {
         batch=(XS, YS, jnp.arange(10).reshape(5, 2), jnp.zeros(5, bool)),
         private=(2, 3, 4, 5),
     ),
-    "column_of_features_as_mask": lambda: prepared_by(
-        lambda at: at.use(mask=at.more[0][:, 0]), jnp.ones((SLOTS, 2), bool), private=(2, 3, 5)
+    "noise_for_each_copy": lambda: steps.carrying(
+        a_noise_for_each_copy,
+        jax.tree.map(lambda *a: jnp.stack(a), *(dp.noise_stream(key=SECRET + i) for i in (1, 2))),
     ),
     "models_with_one_stream": models_with_one_stream,
     "rows_of_a_user": rows_of_a_user,
@@ -926,30 +851,29 @@ ROUND_EACH = {
         lambda noisy, batch: scaled(1 / batch["more"].size, noisy), {"more": Sized(XS, 5)}
     ),
     "data_set_closed_over": data_set_closed_over,
+    "column_of_features_as_mask": lambda: prepared_by(
+        lambda at: at.use(mask=at.more[0][:, 0]), jnp.ones((SLOTS, 2), bool), private=(2, 3, 5)
+    ),
     "another_argument_named": lambda: prepared_by(
         lambda at: at, jnp.ones(3), private=(5,), more={}
     ),
 }
 
-LEAKING = cases(
-    (with_kept_noise, KEPT_NOISE),
-    (beside, BESIDE),
-    (keeping, KEEPING),
-    (over_devices, OVER_DEVICES),
+LEAKING = steps.cases(
+    (steps.with_kept_noise, KEPT_NOISE),
+    (steps.beside, BESIDE),
+    (steps.keeping, KEEPING),
+    (steps.over_devices, OVER_DEVICES),
     (prepared_by, PREPARED),
     (of_the_loss, LOSSES),
     (step_of, STEPS),
-    (with_optimizer, OPTIMIZERS),
-    (each, EACH),
-    (noised_by, NOISED_BY),
+    (steps.with_optimizer, OPTIMIZERS),
+    (steps.each, EACH),
+    (steps.noised_by, NOISED_BY),
     (each_leaf, EACH_LEAF),
     (step_of, NOISED),
-    (with_a_number, NUMBERED),
-    (carrying, CARRYING),
-    (prepared_by, ROUND),
-    (of_tables, ROUND_TABLES),
-    (of_the_loss, ROUND_LOSSES),
-    (beside, ROUND_BESIDE),
-    (step_of, ROUND_STEPS),
-    (each, ROUND_EACH),
+    (steps.with_a_number, NUMBERED),
+    (steps.carrying, CARRYING),
+    (of_tables, LOOKED_UP),
+    (step_of, LOOPS),
 )

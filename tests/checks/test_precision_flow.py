@@ -345,8 +345,3 @@ def test_noise_that_comes_in_beside_the_sum(added):
 def test_noise_on_a_part_is_not_noise_on_all():
     step = lambda x, key: summed(x).at[:2].add(normal(key, (2,))).astype(BF16)  # noqa: E731
     assert stages(step, X, KEY) == {"between clip and noise"}
-
-
-def test_a_sum_that_is_returned_without_noise_is_noted():
-    report = dp.check_precision(summed, X, policy=MIXED)
-    assert any("returned without noise" in note for note in report.notes)

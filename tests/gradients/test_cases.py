@@ -25,7 +25,6 @@ from eqx_dp.gradients.kind import Kind, MatrixAxes, shape_of
 from tests import models, oracle
 from tests.gradients import jitted
 from tests.gradients.cases import branches, layers, networks, uses, weights
-from tests.gradients.cases import models as whole
 from tests.gradients.cases.tables import Table, joined, of_leaf
 from tests.tiers import by_method, curated
 
@@ -37,7 +36,6 @@ TABLES: dict[str, Table] = {
     "convolution layers": layers.CONVOLUTIONS,
     "other layers": layers.OTHERS,
     "shared models": SHARED,
-    "whole models": whole.TABLE,
     "derived weights": weights.DERIVED,
     "derived weights, met otherwise": weights.MET,
     "terms": weights.TERMS,

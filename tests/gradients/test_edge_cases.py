@@ -19,22 +19,6 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-# Padding
-
-
-def test_padding_does_not_shift_the_keys():
-    def loss(model, x, *, key):
-        return model * x, jax.random.key_data(key)
-
-    key = jax.random.key(3)
-    padding = np.array([True, False, True, False])
-    _, seen = jitted.grad(loss, l2_clip_norm=1.0, has_aux=True, microbatch_size=2)(
-        jnp.zeros(()), jnp.ones(4), key=key, is_padding_example=padding
-    )
-    keys = jax.random.key_data(jax.random.split(key, 4))
-    np.testing.assert_array_equal(seen, np.where(padding[:, None], 0, keys))
-
-
 @pytest.mark.parametrize("clip_norm", [0.5, {"weight": 1.0, "bias": 2.0}], ids=str)
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 def test_an_empty_batch_gives_zeros(microbatch_size, clip_norm):

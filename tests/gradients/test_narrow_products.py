@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import eqx_dp as dp
-from tests import oracle
+from tests import models, oracle
 from tests.gradients import jitted
 from tests.gradients.cases import branches, layers
-from tests.gradients.cases import models as networks
 from tests.gradients.rounded import rounded_loss
 from tests.tiers import by_method, curated
 
@@ -42,7 +41,7 @@ CASES = {
         name: lambda name=name: layers.case(name)
         for name in ("linear_tokens", "conv1d_all", "attention", "gru_scan", "weight_norm")
     },
-    "stacked_gpt": networks.stacked_gpt,  # under scan and remat
+    "gpt": models.gpt,  # under scan and remat
 }
 
 

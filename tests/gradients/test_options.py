@@ -45,6 +45,10 @@ OPTIONS = {
     "clip norm inf": (LINEAR, {"l2_clip_norm": np.inf}, {}),
     "rescaled": (LINEAR, {"l2_clip_norm": 0.4, **RESCALED}, {}),
     "rescaled, clip norm 0": (LINEAR, {"l2_clip_norm": 0.0, **RESCALED}, {}),
+    "clip norm of a group": (
+        LINEAR._replace(filter_spec={"weight": True, "bias": False}),
+        {"l2_clip_norm": {"weight": 0.3, "bias": None}}, {},
+    ),
     "clip norms of layers": (MLP, {"l2_clip_norm": by_layer(MLP), "normalize_by": 2.0}, {}),
     "clip norms of layers, rescaled": (MLP, {"l2_clip_norm": by_layer(MLP), **RESCALED}, {}),
     "padding": (MLP, {}, {"is_padding_example": PADDING}),

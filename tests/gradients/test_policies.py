@@ -11,7 +11,6 @@ import pytest
 import eqx_dp as dp
 from tests import models, oracle
 from tests.gradients import jitted
-from tests.gradients.cases import models as networks
 from tests.tiers import curated
 
 # Relative error of the whole vector that the compute dtype allows: an upper bound on what a few
@@ -26,7 +25,7 @@ PRESETS = {
 AGREEING = [
     *((preset, models.mlp, "auto") for preset in PRESETS),
     ("mixed_float16", models.cnn, "book_keeping"),
-    ("mixed_bfloat16", networks.stacked_gpt, "ghost"),
+    ("mixed_bfloat16", models.gpt, "ghost"),
 ]
 
 

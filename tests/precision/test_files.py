@@ -8,16 +8,8 @@ import jax
 import jsonschema
 import pytest
 
-from eqx_dp.precision import (
-    LossScale,
-    Matmul,
-    ModuleRule,
-    Policy,
-    available_policies,
-    load_policy,
-    parse_policy,
-    schema_text,
-)
+from eqx_dp import precision
+from eqx_dp.precision import ModuleRule, Policy, available_policies, load_policy, parse_policy
 
 FOLDER = Path(__file__).parents[2] / "policies"
 DTYPES = """
@@ -54,7 +46,7 @@ def test_presets_say_what_their_names_promise():
     f32 = "float32"
     assert load_policy("mixed_bfloat16") == Policy(f32, "bfloat16", f32, f32, f32)
     assert load_policy("mixed_float16") == Policy(
-        f32, "float16", f32, f32, f32, loss_scale=LossScale("static", 1024)
+        f32, "float16", f32, f32, f32, loss_scale=precision.LossScale("static", 1024)
     )
     with jax.enable_x64(True):
         for name in ("float32", "bfloat16", "float64"):
@@ -138,11 +130,11 @@ def test_reads_every_entry(load):
     assert policy == Policy(
         *("bfloat16", "float16", "float32", "bfloat16", "float16"),
         modules=rules,
-        loss_scale=LossScale("static", 0.5),
+        loss_scale=precision.LossScale("static", 0.5),
         matmul_precision="tensorfloat32",
         unsafe=True,
         rounding="stochastic",
-        matmul=Matmul("float8_e4m3fn", "float8_e5m2", "none"),
+        matmul=precision.Matmul("float8_e4m3fn", "float8_e5m2", "none"),
     )
     assert policy.description == "a head in float32"
     assert "unsafe=True" in repr(policy)
@@ -268,7 +260,7 @@ def test_a_file_that_says_so_itself_may_extend_an_unsafe_one(files):
 
 # The schema, as an editor holds files against it.
 
-SCHEMA = json.loads(schema_text())
+SCHEMA = json.loads(precision.schema_text())
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 
 
@@ -283,7 +275,7 @@ def test_the_schema_takes_what_is_read():
     ):
         VALIDATOR.validate(tomllib.loads(text))
     for name in SCHEMA["properties"]["matmul"]["properties"]["forward"]["enum"]:
-        assert Matmul(name, name, "none").backward == name
+        assert precision.Matmul(name, name, "none").backward == name
 
 
 @pytest.mark.parametrize("case", {**REFUSED, **BEYOND_A_SCHEMA})

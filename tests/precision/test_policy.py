@@ -75,15 +75,6 @@ def test_refuses_what_is_no_float_dtype(field):
             ModuleRule("**", None)
 
 
-def test_refuses_float64_while_x64_is_off():
-    message = r"jax_enable_x64.*JAX_ENABLE_X64=1"
-    with jax.enable_x64(False):
-        with pytest.raises(ValueError, match=f"^dtypes.noise: .*{message}"):
-            Policy("float32", "float32", "float32", noise_dtype="float64")
-        with pytest.raises(ValueError, match=f"^modules.compute: .*{message}"):
-            ModuleRule("**", "float64")
-
-
 NARROW = {
     "accumulate: found float16, narrower than float32": {"accumulate_dtype": "float16"},
     "noise: found bfloat16, narrower than float32": {"noise_dtype": "bfloat16"},

@@ -11,13 +11,8 @@ import pytest
 from scipy import stats
 
 import eqx_dp as dp
-from eqx_dp.privacy.finite_precision import (
-    MOST_EPSILON,
-    PRECISION_EPSILON,
-    PRECISION_SHARE,
-    entries_covered,
-    mean_square_error,
-)
+from eqx_dp.privacy import finite_precision
+from eqx_dp.privacy.finite_precision import MOST_EPSILON, PRECISION_EPSILON, entries_covered
 from eqx_dp.privacy.grid import grid_of
 
 PLAN = dp.PrivacyPlan(0.01, 1000, 0.8136, 1e-5)
@@ -38,7 +33,7 @@ def test_relative_errors_of_cells(cells):
     # Two sides a coordinate; the corner that is nearest to the origin has the largest density.
     eta = 4 * moved * np.exp(r * np.sqrt(0.5) / cells) + 2.0**-43
     assert np.sum(mass) == pytest.approx(1, abs=1e-3)
-    assert np.sum(mass * eta**2) <= 2 * mean_square_error()
+    assert np.sum(mass * eta**2) <= 2 * finite_precision.mean_square_error()
     assert eta.max() <= 1e-11
     assert 2 * (MOST_EPSILON + math.log(1e5 / 1e-300)) / (PRECISION_EPSILON / 2) * eta.max() < 0.001
 
@@ -54,12 +49,13 @@ def test_beyond_the_last_octave_and_boxes_of_bits():
 def test_the_share_of_delta_is_enough(delta):
     e, length = PRECISION_EPSILON / 2, MOST_EPSILON + math.log(1e5 / delta)
     n = entries_covered(delta)
-    assert n == pytest.approx(e**2 / (2 * length * mean_square_error()))
+    assert n == pytest.approx(e**2 / (2 * length * finite_precision.mean_square_error()))
     rate = 2 * length / e
-    bound = math.exp(0.51 * n * rate**2 * mean_square_error() - rate * e)
+    bound = math.exp(0.51 * n * rate**2 * finite_precision.mean_square_error() - rate * e)
     assert bound <= math.exp(-0.98 * length) * (1 + 1e-9)
     t = bound + n * 1e-77
-    assert math.expm1(e) * delta + (1 + math.exp(MOST_EPSILON + e)) * t < PRECISION_SHARE * delta
+    share = finite_precision.PRECISION_SHARE * delta
+    assert math.expm1(e) * delta + (1 + math.exp(MOST_EPSILON + e)) * t < share
     assert 1.6e13 < n < 2.3e13
 
 

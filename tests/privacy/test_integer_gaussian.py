@@ -11,16 +11,6 @@ import pytest
 
 from eqx_dp.privacy import integer_gaussian
 from eqx_dp.privacy.grid import cells_of
-from eqx_dp.privacy.integer_gaussian import (
-    WORDS,
-    leading_zeros,
-    minus_log,
-    pair_of_normals,
-    radius_of,
-    sine,
-    square_root,
-    versine,
-)
 
 pytestmark = pytest.mark.optimized
 
@@ -62,14 +52,14 @@ def exact_p(zeros, piece, fraction):
 @pytest.mark.parametrize(
     ("function", "exact", "bits"),
     [
-        (sine, lambda u: mp.sin(mp.pi / 4 * u), 51),
-        (versine, lambda u: 1 - mp.cos(mp.pi / 4 * u), 54),
-        (square_root, mp.sqrt, 52),
+        (integer_gaussian.sine, lambda u: mp.sin(mp.pi / 4 * u), 51),
+        (integer_gaussian.versine, lambda u: 1 - mp.cos(mp.pi / 4 * u), 54),
+        (integer_gaussian.square_root, mp.sqrt, 52),
     ],
 )
 def test_functions_are_as_exact_as_the_proof_says(function, exact, bits):
     u = fractions()
-    u = np.maximum(u, np.uint64(2**62)) if function is square_root else u
+    u = np.maximum(u, np.uint64(2**62)) if function is integer_gaussian.square_root else u
     for x, found in zip(u, *computed(function, u), strict=True):
         assert abs(found * UNIT - exact(int(x) * UNIT)) <= mp.mpf(2) ** -bits
 
@@ -78,7 +68,7 @@ def test_logarithm():
     u = fractions()
     zeros, piece = octaves(u.size)
     for base, tail, *each in zip(
-        *computed(minus_log, zeros, piece, u), zeros, piece, u, strict=True
+        *computed(integer_gaussian.minus_log, zeros, piece, u), zeros, piece, u, strict=True
     ):
         exact = -mp.log(exact_p(*each))
         error = abs(base * mp.mpf(2) ** -56 + tail * UNIT - exact)
@@ -90,7 +80,7 @@ def test_logarithm():
 def test_radius(stddev):
     u, cells = fractions(), cells_of(stddev)
     zeros, piece = octaves(u.size)
-    (found,) = computed(lambda *x: radius_of(*x, cells), zeros, piece, u)
+    (found,) = computed(lambda *x: integer_gaussian.radius_of(*x, cells), zeros, piece, u)
     for number, *each in zip(found, zeros, piece, u, strict=True):
         exact = mp.sqrt(-2 * mp.log(exact_p(*each)))
         error = abs(number * mp.mpf(2) ** -50 / mp.mpf(float(cells)) - exact)
@@ -101,7 +91,9 @@ def test_radius(stddev):
 def test_zeros_are_counted_in_256_bits():
     numbers = [2**i + 2 ** max(i - 5, 0) for i in range(256)] + [0, 2**256 - 1]
     words = [[(x >> (32 * i)) % 2**32 for x in numbers] for i in reversed(range(8))]
-    (found,) = computed(lambda *words: leading_zeros(words), *np.array(words, np.uint32))
+    (found,) = computed(
+        lambda *words: integer_gaussian.leading_zeros(words), *np.array(words, np.uint32)
+    )
     assert found == [256 - x.bit_length() for x in numbers]
 
 
@@ -124,7 +116,7 @@ def test_enumeration_at_reduced_width():
     choices = ((choices >> np.uint64(3)) << np.uint64(28)) | (choices % np.uint64(8))
     angle, fraction = (x * np.uint64(2**59) + middle for x in (angle, fraction))
     words = words_for(angle, fraction, choices, zeros.astype(int))
-    first, second = jax.jit(lambda *x: pair_of_normals(x, Fraction(32)))(*words)
+    first, second = jax.jit(lambda *x: integer_gaussian.pair_of_normals(x, Fraction(32)))(*words)
     first, second = (np.asarray(x) / 2.0**50 / 32 for x in (first, second))
     p = 2.0 ** -zeros.astype(float) * (1 - ((choices >> np.uint64(28)) + fraction * 2.0**-64) / 32)
     phi = np.pi / 4 * angle * 2.0**-64
@@ -146,8 +138,8 @@ def test_enumeration_at_reduced_width():
 
 
 def test_no_float_and_no_table_in_memory():
-    words = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * WORDS
-    jaxpr = jax.make_jaxpr(lambda *x: pair_of_normals(x, Fraction(45)))(*words)
+    words = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * integer_gaussian.WORDS
+    jaxpr = jax.make_jaxpr(lambda *x: integer_gaussian.pair_of_normals(x, Fraction(45)))(*words)
     text = str(jaxpr)
     assert "f32" not in text
     assert "f64" not in text

@@ -11,16 +11,9 @@ import optax
 import pytest
 from scipy import stats
 
+from eqx_dp import privacy
 from eqx_dp.precision import parse_policy
-from eqx_dp.privacy import (
-    GaussianPrivatizerState,
-    NoiseStream,
-    add_noise,
-    gaussian,
-    gaussian_privatizer,
-    key_from_secret,
-    noise_stream,
-)
+from eqx_dp.privacy import add_noise, gaussian, gaussian_privatizer, key_from_secret, noise_stream
 from eqx_dp.privacy.grid import grid_of
 from tests.tiers import curated
 
@@ -31,7 +24,7 @@ LAST = 2**32 - 1
 def state_at(step, high=0):
     """Of a privatizer, after so many draws."""
     words = jnp.asarray(step, jnp.uint32), jnp.asarray(high, jnp.uint32)
-    return GaussianPrivatizerState(NoiseStream(KEY, words))
+    return privacy.GaussianPrivatizerState(privacy.NoiseStream(KEY, words))
 
 
 def noise_of(privatizer, grads, step=0, high=0):

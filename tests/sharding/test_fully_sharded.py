@@ -13,16 +13,8 @@ from jax.sharding import PartitionSpec as P
 import eqx_dp as dp
 from eqx_dp.gradients import factored
 from tests import models
-from tests.sharding.fully_sharded_net import (
-    LAYERS,
-    SPECS,
-    TIME,
-    WIDTH,
-    batch_of,
-    loss,
-    net,
-    rules_of,
-)
+from tests.sharding import fully_sharded_net
+from tests.sharding.fully_sharded_net import SPECS, WIDTH, batch_of, loss, net, rules_of
 from tests.sharding.losses import assert_like_one_device
 from tests.tiers import by_method, curated
 
@@ -189,7 +181,7 @@ def test_adapters_aux_and_random_keys(method):
 
     def fun(model, tokens, targets, key):
         frozen, low, high = model
-        x = frozen.embedding[tokens] + jax.random.normal(key, (TIME, WIDTH))
+        x = frozen.embedding[tokens] + jax.random.normal(key, (fully_sharded_net.TIME, WIDTH))
 
         @jax.checkpoint
         def body(x, its):
@@ -200,8 +192,8 @@ def test_adapters_aux_and_random_keys(method):
         return jnp.sum((x @ frozen.head - targets) ** 2), frozen.up[0]
 
     keys = jax.random.split(jax.random.key(1))
-    low = models.normal(keys[0], (LAYERS, WIDTH, 2))
-    model = net(), low, models.normal(keys[1], (LAYERS, 2, 2 * WIDTH))
+    low = models.normal(keys[0], (fully_sharded_net.LAYERS, WIDTH, 2))
+    model = net(), low, models.normal(keys[1], (fully_sharded_net.LAYERS, 2, 2 * WIDTH))
     specs = tuple((f"0.{pattern}", spec) for pattern, spec in SPECS)
     assert_like_one_device(
         fun,

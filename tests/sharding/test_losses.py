@@ -10,15 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from tests import oracle
-from tests.sharding.losses import (
-    GPT,
-    Says,
-    gpt_rules,
-    language_loss,
-    mean_estimation,
-    mesh_of,
-    tokens,
-)
+from tests.sharding import losses
+from tests.sharding.losses import GPT, Says, language_loss, mesh_of
 from tests.tiers import curated
 
 KINDS = ["auto", "explicit"]
@@ -33,7 +26,7 @@ MEAN = {"l2_clip_norm": np.inf, "normalize_by": 1024, "keep_batch_dim": True}
 @pytest.mark.parametrize(("where", "method"), [("input", "ghost"), ("intermediate", "per_example")])
 def test_without_clipping_it_is_the_plain_gradient(kind, where, method):
     mesh, param = mesh_of(kind, data=8), jnp.float32(0.3)
-    rules, loss = dp.ShardingRules(mesh), mean_estimation(Says(kind), where)
+    rules, loss = dp.ShardingRules(mesh), losses.mean_estimation(Says(kind), where)
     grad_fn = dp.filter_clipped_grad(loss, sharding=rules, method=method, **MEAN)
     plain = float(param) - DATA.astype(np.float64).mean()
     with jax.set_mesh(mesh):
@@ -77,8 +70,8 @@ def test_a_gpt(name):
     """
     kind, is_stacked, options = GPTS[name]
     options = {"l2_clip_norm": 0.5, "keep_batch_dim": True} | options
-    mesh, batch = mesh_of(kind, data=4, model=2), tokens(16)
-    rules, depth = gpt_rules(mesh, is_stacked), 1 + is_stacked
+    mesh, batch = mesh_of(kind, data=4, model=2), losses.tokens(16)
+    rules, depth = losses.gpt_rules(mesh, is_stacked), 1 + is_stacked
     free = GPT(Says("auto", constrained=False), is_stacked, depth)
     alone = dp.filter_value_and_clipped_grad(language_loss, **options)
     expected = eqx.filter_jit(alone)(free, *batch)

@@ -125,6 +125,9 @@ RULES: Table = {
     "named, saved": of_arrays(jax.checkpoint(lambda m, x: jnp.sin(checkpoint_name(
         jnp.tanh(x @ m["w"]), "kept") @ checkpoint_name(m["v"], "kept")), policy=SAVE_NAMED),
         "w44 v44"),
+    "named, saved in a scan": of_arrays(lambda m, x: lax.scan(jax.checkpoint(
+        lambda h, w: (jnp.tanh(checkpoint_name(h @ w, "kept")), None), policy=SAVE_NAMED),
+        x, m["e"])[0], "e344"),
     "leaves a checkpoint": of_arrays(lambda m, x: x @ jax.checkpoint(lambda w: w.T)(m["w"]), "w44"),
 }  # fmt: skip
 

@@ -14,7 +14,6 @@ import numpy as np
 from equinox import nn
 from jaxtyping import Array
 
-from tests import models
 from tests.models import Case
 
 Make: TypeAlias = Callable[[str], Case]
@@ -160,14 +159,6 @@ def linear(*sizes: Any, **options: Any) -> Callable[[Array], nn.Linear]:
 
 def mlp(*sizes: Any) -> Callable[[Array], nn.MLP]:
     return lambda key: nn.MLP(*sizes, activation=jnp.tanh, key=key)
-
-
-def array(*shape: int) -> Callable[[Array], Array]:
-    return lambda key: 0.5 * models.normal(key, shape)
-
-
-def stacked(make: Callable[[Array], Any], depth: int) -> Callable[[Array], Any]:
-    return lambda key: eqx.filter_vmap(make)(jax.random.split(key, depth))
 
 
 def on_all(layer: Any, x: Array) -> Array:

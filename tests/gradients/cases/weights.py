@@ -63,6 +63,8 @@ MET: Table = {
         x @ m["w"] - lax.stop_gradient(jnp.sin(x) @ m["w"])) ** 2, "w44"),
     "low rank, frozen": of_arrays(
         lambda m, x: x @ (m["w"] + m["a"] @ m["c"]), "w44 a42 c24", frozen="w"),
+    "low rank, beside a frozen one": of_arrays(
+        lambda m, x: x @ m["w"] + x @ m["a"] @ m["c"], "w44 a42 c24", frozen="w"),
     "layers, masked": of_arrays(lambda m, x: lax.scan(
         lambda h, w: (jnp.tanh(h @ (w * MASK)), None), x, m["e"])[0], "e344"),
     "lookup, derived": of_arrays(
