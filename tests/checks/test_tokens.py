@@ -152,7 +152,9 @@ def test_an_index_of_pairs_or_of_columns_chooses_no_rows():
     assert known.places == (None, None, None)
     # Of each column another row: an entry of the index has no row of its own.
     numbers = np.zeros((4, 1), np.int32), of_i._replace(places=(Row(4, 0), None))
-    of_columns = jax.vmap(lambda column, i: column[i], (1, 0))
+    batching = {"operand_batching_dims": (1,), "start_indices_batching_dims": (0,)}
+    dims = lax.GatherDimensionNumbers((), (0,), (0,), **batching)
+    of_columns = lambda x, i: lax.gather(x, i[..., None], dims, (1, 1))  # noqa: E731
     assert fact_of(of_columns, (x, of_x), numbers).places == (None, None)
 
 
