@@ -132,8 +132,9 @@ CHOSEN = {
 def test_rows_that_an_index_chooses(name):
     function, dim = CHOSEN[name]
     (x, _), (i, _), (n, _) = known = known_rows()
-    places = fact_of(function, *known).places
-    expected = [None] * len(places)
+    fact = fact_of(function, *known)
+    assert fact.reach.why == DATA
+    expected = [None] * len(fact.places)
     if dim is not None:
         expected[dim] = Row(5, 0, chosen_by="i")
         for entry in range(5):  # an entry of the index moves its own rows alone
@@ -142,7 +143,7 @@ def test_rows_that_an_index_chooses(name):
                 function(jnp.asarray(x), other, n) != function(jnp.asarray(x), i, n)
             )
             assert {*moves[:, dim]} == {entry}
-    assert places == tuple(expected)
+    assert fact.places == tuple(expected)
 
 
 def test_an_index_of_pairs_or_of_columns_chooses_no_rows():
