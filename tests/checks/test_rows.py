@@ -1,4 +1,8 @@
-"""What the check says of rows, against what moves when one row of an argument is changed."""
+"""What the check says of rows, against what moves when one row of an argument is changed.
+
+The rules are internal. A whole step that is checked meets few of them, and says only whether it is
+fine.
+"""
 
 import itertools
 

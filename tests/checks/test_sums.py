@@ -1,4 +1,7 @@
-"""What the check says of clipped sums, against how far linear functions and releases truly move."""
+"""What the check says of clipped sums, against how far linear functions and releases truly move.
+
+The rules are internal: a whole step that is checked meets few of them.
+"""
 
 import itertools
 import math

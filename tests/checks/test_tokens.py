@@ -1,4 +1,8 @@
-"""What the check takes values for: masks, indices, keys, streams; against what they truly are."""
+"""What the check takes values for: masks, indices, keys, streams; against what they truly are.
+
+The rules are internal. A whole step that is checked meets few of them, and says only whether it is
+fine: mutants of them were found by no step.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +161,11 @@ def test_an_index_of_pairs_or_of_columns_chooses_no_rows():
     dims = lax.GatherDimensionNumbers((), (0,), (0,), **batching)
     of_columns = lambda x, i: lax.gather(x, i[..., None], dims, (1, 1))  # noqa: E731
     assert fact_of(of_columns, (x, of_x), numbers).places == (None, None)
+    # An index as it came, of which nothing is known.
+    rows = lax.GatherDimensionNumbers((1,), (0,), (0,))
+    unknown = np.zeros((5, 1), np.int32), Fact(PRIVATE, (Row(5, 0), None))
+    found = fact_of(lambda x, i: lax.gather(x, i, rows, (1, 4)), (x, of_x), unknown)
+    assert found.places == (None, None)
 
 
 def test_a_value_that_is_one_of_two():

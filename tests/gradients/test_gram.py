@@ -1,4 +1,7 @@
-"""Norms by inner products against float64, for every number of blocks, side and kind of use."""
+"""Norms by inner products against float64, for every number of blocks, side and kind of use.
+
+The formulas are internal: a clipped gradient shows a norm that is too small by a rounding to nobody.
+"""
 
 import math
 
