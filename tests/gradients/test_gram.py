@@ -1,6 +1,6 @@
 """Norms by inner products against float64, for every number of blocks, side and kind of use.
 
-The formulas are internal: a clipped gradient shows a norm that is too small by a rounding to nobody.
+The formulas are internal: in a clipped gradient a bound that is too low by a rounding shows nowhere.
 """
 
 import math
@@ -88,6 +88,20 @@ def test_a_power_of_two_scales_norm_and_bound(name):
         factor = of_g * (1 if name == "lookups" else of_x)
         for one, other in zip(plain, eqx.filter_jit(gram_norms)(scaled), strict=True):
             np.testing.assert_array_equal(np.asarray(one) * factor, other)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e18])
+@pytest.mark.parametrize("features", [1, 3, 300])
+def test_the_norm_of_one_term(features, scale):
+    x, g = scale * drawn(1, features, 0), drawn(1, 7, 1)
+    norm, _ = exact([OuterProducts(x, g)])
+    found, bound, unit, power = map(np.float64, jax.jit(gram.one_term)(x, g))
+    np.testing.assert_allclose(found, norm, rtol=20 * U)
+    assert np.all(bound >= norm * (1 + 4 * U))
+    assert np.all(bound <= norm * (1 + 60 * U))
+    np.testing.assert_array_equal(unit * power[..., None, None], x)
+    lengths = np.linalg.norm(unit, axis=(2, 3))
+    assert np.all((lengths > 0.25) & (lengths < 4))
 
 
 @pytest.mark.parametrize("parts", [0, 1])
