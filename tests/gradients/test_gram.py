@@ -1,6 +1,6 @@
 """Norms by inner products against float64, for every number of blocks, side and kind of use.
 
-The formulas are internal: in a clipped gradient a bound that is too low by a rounding shows nowhere.
+The formulas are internal: a bound that is too low by a rounding shows in no clipped gradient.
 """
 
 import math
