@@ -39,19 +39,12 @@ def weighted(gradients, factors, counts):
     return jax.tree.map(of_leaf, gradients)
 
 
-def scaled_by(factor):
-    """A sum of gradients, each times a function of the norms of all."""
-
-    def total(model, x, y, mask):
-        gradients = rows(model, x, y)
-        found = norms(gradients)
-        return weighted(gradients, factor(found), jnp.isfinite(found) & ~mask)
-
-    return total
-
-
-clipped = scaled_by(lambda norm: jnp.minimum(1, CLIP_NORM / norm))
-"""The sum of clipped gradients, right up to rounding."""
+def clipped(model, x, y, mask):
+    """The sum of clipped gradients, right up to rounding."""
+    gradients = rows(model, x, y)
+    found = norms(gradients)
+    counts = jnp.isfinite(found) & ~mask
+    return weighted(gradients, jnp.minimum(1, CLIP_NORM / found), counts)
 
 
 def stepped(gradient, optimizer=None):

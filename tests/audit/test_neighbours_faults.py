@@ -14,14 +14,6 @@ pytestmark = pytest.mark.slow
 
 # Gradients that are wrong, each in a step that is otherwise right.
 
-not_clipped = by_hand.scaled_by(jnp.ones_like)
-
-
-def clipped_as_a_whole(model, x, y, mask):
-    total = not_clipped(model, x, y, mask)
-    factor = jnp.minimum(1, CLIP_NORM / optax.tree.norm(total))
-    return jax.tree.map(lambda leaf: leaf * factor, total)
-
 
 def clipped_leaf_by_leaf(model, x, y, mask):
     """One clip norm a leaf, and the sensitivity of one."""
@@ -54,20 +46,12 @@ def poisoned(model, x, y, mask):
     return weighted(gradients, factors * ~mask, jnp.ones(len(x), bool))
 
 
-def an_example_twice(model, x, y, mask):
-    """What the last slot holds counts in every padding slot, as an index of -1 has it."""
-    x, y = (jnp.where(mask.reshape(-1, *[1] * (part.ndim - 1)), part[2], part) for part in (x, y))
-    return clipped(model, x, y, jnp.zeros_like(mask))
-
-
 GRADIENTS = {
-    "clipped as a whole": (clipped_as_a_whole, "movement"),
     "clipped leaf by leaf": (clipped_leaf_by_leaf, "movement"),
     "summed in bfloat16": (summed_in_bfloat16, "movement"),
     "with statistics of the batch": (with_statistics_of_the_batch, "movement"),
     "poisoned": (poisoned, "movement"),
     "padding counts": (lambda *args: clipped(*args[:3], jnp.zeros_like(args[3])), "padding"),
-    "an example twice": (an_example_twice, "movement"),
 }
 
 

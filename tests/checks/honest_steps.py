@@ -15,8 +15,7 @@ import optax
 import optax.contrib
 from dp_accounting import NeighboringRelation
 from jax import lax
-from jax.flatten_util import ravel_pytree
-from jax.random import bernoulli, bits, fold_in, normal, split, uniform
+from jax.random import bits, fold_in, uniform
 
 import eqx_dp as dp
 from tests import models
@@ -205,20 +204,6 @@ def layers_with_a_noise_of_their_own(grads, noise):
     return eqx.tree_at(lambda tree: tuple(tree.layers), grads, tuple(layers))
 
 
-def sparse(grads, key):
-    """The largest half of a noisy gradient, rounded to bfloat16, by sign: all after the noise."""
-    flat, restore = ravel_pytree(with_noise(grads, key))
-    least = lax.top_k(jnp.abs(flat), flat.size // 2)[0][-1]
-    kept = jnp.where(jnp.abs(flat) >= least, jnp.sign(flat), 0)
-    return restore(kept.astype(jnp.bfloat16).astype(jnp.float32))
-
-
-def turned(grads, key):
-    """Transposed and flat, cast to where it is: what moves no number further."""
-    flat, restore = ravel_pytree(jax.tree.map(lambda leaf: leaf.T.astype(jnp.float32), grads))
-    return jax.tree.map(lambda leaf: leaf.T, restore(with_noise(flat, key)))
-
-
 def checked(grads, key):
     """`eqx.error_if` and a print look at what has been released."""
     noisy = with_noise(grads, key)
@@ -262,8 +247,6 @@ NOISED_BY = {
     "more_noise": (lambda g, k: with_noise(g, k, 2 * STDDEV), {"multiplier": 2 * MULTIPLIER}),
     "noise_for_replace_one": (lambda g, k: with_noise(g, k, 2 * STDDEV), {"plan": REPLACE_ONE}),
     "noise_under_jit_and_remat": under_jit_and_remat,
-    "sparse": sparse,
-    "flat": turned,
     "checked": checked,
     "skipped_by_the_noisy_norm": skipped_by_the_noisy_norm,
     "behind_a_barrier": lambda g, k: lax.optimization_barrier(
@@ -402,12 +385,6 @@ ROWS = {
 }
 
 
-def chunks(at):
-    parts = jax.tree.map(lambda a: a.reshape(4, 2, *a.shape[1:]), (at.x, at.y, at.mask))
-    sums = lax.map(lambda part: At(at.model, at.state, *part).sum(), parts)
-    return at.noised(jax.tree.map(lambda leaf: leaf.sum(0), sums))
-
-
 # More of what users write.
 
 
@@ -473,25 +450,6 @@ def noise_of(i):
     return dp.gaussian_privatizer(stddev=STDDEV * math.sqrt(2), key=SECRET + i)
 
 
-class LowRank(eqx.Module):
-    frozen: eqx.nn.Linear
-    left: jax.Array
-    right: jax.Array
-
-    def __call__(self, x):
-        return self.frozen(x) + self.left @ (self.right @ x)
-
-
-def low_rank():
-    """LoRA: two thin factors are trained beside a frozen layer."""
-    layer = eqx.nn.Linear(WIDTH, CLASSES, key=SECRET_KEY)
-    model = LowRank(layer, jnp.ones((CLASSES, 1)), jnp.ones((1, WIDTH)))
-    spec = eqx.tree_at(
-        lambda m: (m.left, m.right), jax.tree.map(lambda _: False, model), (True,) * 2
-    )
-    return made(model=model, filter_spec=spec, ema=0.9)
-
-
 MORE = {
     "accumulated": lambda: accumulated(lambda a: a.reshape(4, 2, *a.shape[1:])),
     "accumulated_with_strides": lambda: accumulated(
@@ -501,7 +459,6 @@ MORE = {
     "with_unlabelled": with_unlabelled,
     "of_users": of_users,
     "ensemble": ensemble,
-    "low_rank": low_rank,
     "augmented_by_the_engine": lambda: made(dropout_loss, augmentations=3),
     "scanned_with_keys": lambda: scanned(dropout_loss),
 }
@@ -524,53 +481,23 @@ HONEST = steps.cases(
 # Steps of which the check cannot tell, and why.
 
 
-def epoch_in_a_python_loop():
-    def epoch(model, state, xs, ys, masks):
-        for x, y, mask in zip(xs, ys, masks, strict=True):
-            noise = steps.Noise(state.stream)
-            noisy = At(model, state, x, y, mask).noised(noise=noise)
-            model, state = steps.updated(model, state._replace(stream=noise.state), noisy)
-        return model, state
-
-    return by_hand(epoch, batch=tuple(jnp.stack([leaf] * 2) for leaf in data()))
-
-
-def augmented(at):
-    def jittered(x, key):
-        flip, jitter = split(key)
-        x = jnp.where(bernoulli(flip), x[::-1], x)
-        return x + 0.1 * normal(jitter, x.shape)
-
-    return at.use(x=jax.vmap(jittered)(at.x, split(at.keys[1], SLOTS)))
-
-
 BY_PARTS = {
     # Parts of a batch by hand: the engine makes microbatches, or a scan adds them up.
-    "chunks": chunks,
     "slices": lambda at: at.noised(added(*(at.rows(slice(i, i + 2)).sum() for i in (0, 2, 4, 6)))),
     # A bound that is not reached.
     "noise_in_both_branches": lambda at: at.noise.chosen(
         1 * (at.state.step < 3), [lambda g, n: with_noise(g, n, 2 * STDDEV), with_noise], at.sum()
     ),
     "noise_in_two_parts": lambda at: at.noised(at.noised(stddev=0.6 * STDDEV), 0.8 * STDDEV),
-    "turns_of_two_losses": lambda at: at.noised(
-        lax.cond(at.state.step % 2 == 0, at.sum, lambda: at.sum(steps.absolute_error))
-    ),
 }
 
 BY_ROWS = {
-    "as_many_indices_as_rows": (
-        lambda at: at.use(x=at.x[at.mask], y=at.y[at.mask], mask=at.mask < 0),
-        {"batch": (*data()[:2], jnp.arange(SLOTS))},
-    ),
     # Random numbers of slots: draw in the loss, with its key.
-    "augmented": augmented,
     "times_of_a_diffusion": lambda at: at.times(uniform(at.keys[1], (SLOTS,))),
 }
 
-BY_LOOPS = {
-    "batches_in_a_python_loop": epoch_in_a_python_loop,
-    "sum_of_devices": lambda: steps.over_devices(lambda at: steps.psum(at.sum())),
+OVER_DEVICES = {
+    "sum_of_devices": lambda at: steps.psum(at.sum()),
 }
 
 # Noise by hand: dp.add_noise is what the check knows.
@@ -582,7 +509,7 @@ BY_NORMALS = {
 UNDECIDED = steps.cases(
     (step_of, BY_PARTS),
     (steps.prepared_by, BY_ROWS),
-    (each, BY_LOOPS),
+    (steps.over_devices, OVER_DEVICES),
     (steps.noised_by, BY_NORMALS),
 )
 

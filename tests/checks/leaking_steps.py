@@ -40,7 +40,6 @@ from tests.checks.privacy_steps import (
 )
 
 XS, YS, MASK = data()
-LABELS = jnp.arange(steps.NUM_EXAMPLES) % steps.CLASSES
 COLUMNS = np.repeat(np.asarray(XS)[:, :1], 3, 1)
 NUMBERS = jnp.arange(SLOTS)
 INDICES = {"batch": (XS, YS, NUMBERS)}  # the third argument, as many as there are rows
@@ -54,21 +53,11 @@ def leafwise(change, *trees):
     return jax.tree.map(change, *trees)
 
 
-def negated(model):
-    """Another model."""
-    return jax.tree.map(lambda a: -a if eqx.is_array(a) else a, model)
-
-
 def raw_step(at):
     return eqx.apply_updates(at.model, scaled(-0.1, at.grads))
 
 
 # What is returned beside an honest step.
-
-
-def stacked_counters(at, after):
-    """A loop begins with the stream's counter, and goes on with something else."""
-    return lax.scan(lambda count, _: (after, count), at.state.stream.counter[0], None, 2)[1]
 
 
 BESIDE = {
@@ -86,12 +75,6 @@ BESIDE = {
     "loss_of_closed_over": lambda at: At(at.new, None, XS, YS, MASK).losses().mean(),
     # Columns that are equal do not make rows equal.
     "equal_columns_of_closed_over": lambda at: jnp.asarray(COLUMNS).mean(),
-    "total_that_begins_with_data": lambda at: lax.scan(
-        lambda total, _: (total + 1,) * 2, at.x.sum(), None, 2
-    )[1],
-    "data_in_place_of_a_counter": lambda at: stacked_counters(
-        at, lax.bitcast_convert_type(at.x.sum(), jnp.uint32)
-    ),
     "stream_in_metrics": lambda at: {"stream": at.noise.state},
     "state_in_metrics": lambda at: {"1": at.state._replace(stream=at.noise.state)},
     "children_of_the_stream": lambda at: split(at.noise.state.key),
@@ -141,31 +124,20 @@ PREPARED = {
     "slot_as_a_feature": lambda at: at.use(x=at.x.at[:, 0].set(NUMBERS)),
     # Rows of a unit matrix are added, as positions in a sequence are.
     "codes_of_slots_added": lambda at: at.use(x=at.x + jnp.eye(SLOTS, WIDTH)),
-    # Whether an example counts is said by another slot's mask.
-    "mask_turned_round": lambda at: at.use(mask=at.mask[::-1]),
-    "handed_on_twice": lambda at: at.rows(jnp.concatenate([NUMBERS, NUMBERS])),
     "centered_by_a_constant_batch": lambda at: at.use(x=at.x - XS.mean(0)),
     # Slot i is multiplied by the same number in every step, and that number is a constant.
     "constant_random_numbers": lambda at: at.times(normal(jax.random.key(0), (SLOTS,))),
     # The targets are not named private, but a slot's is that of whoever stands there.
     "targets_as_an_argument": (lambda at: at.use(y=at.more[0]), jnp.ones((SLOTS, steps.CLASSES))),
-    # Rows are taken by halves of public numbers: each row that is taken counts twice.
-    "order_that_repeats": (lambda at: at.rows(at.more[0] // 2), NUMBERS),
     # One slot after the other is left out: the slot is public, and who stands there is not.
     "slot_of_the_step_masked": lambda at: at.use(mask=at.mask | (at.state.step % SLOTS == NUMBERS)),
     # Inputs are looked up by indices, and targets are not: two rows change for one.
     "inputs_by_indices_alone": (lambda at: at.use(x=at.x[at.mask], mask=at.mask < 0), INDICES),
-    "indices_times_zero": (lambda at: at.rows(at.mask * 0)._replace(mask=at.mask < 0), INDICES),
     "no_mask": lambda at: at.use(mask=None),
     # Examples far from the mean of the batch are left out.
     "mask_by_others": lambda at: at.use(mask=at.mask | (jnp.abs(at.x - at.x.mean(0)).max(1) > 3)),
     "public_mask": lambda at: at.use(mask=jnp.zeros(SLOTS, bool)),
     "mask_and_false": lambda at: at.use(mask=at.mask & False),
-    "mask_where_it_is_so": lambda at: at.use(mask=jnp.where(at.mask, False, at.mask)),
-    "labels_as_a_mask": lambda at: at.use(mask=at.y[:, 0] > 0),
-    "weights_of_bytes": lambda at: at.times(
-        lax.bitcast_convert_type(jnp.broadcast_to(1.0 * at.state.step, 2), jnp.uint8).reshape(-1)
-    ),
 }
 
 
@@ -184,29 +156,9 @@ def printed_in_a_branch(model, x, y):
     return squared_error(model, x, y)
 
 
-def with_noise_taken_back(model, x, y):
-    """The gradient of the second term is minus the noise, of a constant key."""
-    params = steps.params_of(model)
-    drawn, _ = dp.add_noise(scaled(0.0, params), STREAM, STDDEV)
-    terms = leafwise(lambda p, n: jnp.sum(p * n), params, drawn)
-    return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
-
-
 def drawn_with_a_constant(model, x, y):
     terms = leafwise(lambda p: jnp.sum(p * normal(CONSTANT, p.shape)), steps.params_of(model))
     return squared_error(model, x, y) - sum(jax.tree.leaves(terms))
-
-
-def stopped_in_a_loop(model, x, y):
-    """How many turns a loop takes, an example says, and after five it stops the run."""
-
-    def turn(carry):
-        value, i = carry
-        i = eqx.error_if(i, i > 5, "too many turns")
-        return 0.5 * value, i + 1
-
-    x, _ = lax.while_loop(lambda carry: jnp.sum(carry[0] ** 2) > 1, turn, (x, 0))
-    return squared_error(model, lax.stop_gradient(x), y)
 
 
 @jax.custom_vjp
@@ -224,9 +176,7 @@ LOSSES = {
         model, eqx.error_if(x, x[0] > 100, "an input is large"), y
     ),
     "spying_rule": lambda model, x, y: jnp.sum((spy(model(x)) - y) ** 2),
-    "noise_taken_back": with_noise_taken_back,
     "noise_drawn_with_a_constant": drawn_with_a_constant,
-    "stopped_in_a_loop": stopped_in_a_loop,
 }
 
 
@@ -250,15 +200,6 @@ def batch_closed_over(at):
     """The mean of all targets is in the loss of each example, past the engine's arguments."""
     center = at.y.mean(axis=0)
     return at.noised(at.sum(lambda m, x, y: squared_error(m, x, y - center)))
-
-
-def hardest(at):
-    """If one of the four hardest is taken away, another one steps in: two change."""
-    return at.noised(at.rows(lax.top_k(jnp.where(at.mask, -1, at.losses()), 4)[1]).sum())
-
-
-def halves(at):
-    return at.rows(slice(4)), at.rows(slice(4, 8))
 
 
 def microbatches(at):
@@ -301,11 +242,6 @@ STEPS = {
     "loss_checked": lambda at: eqx.error_if(at.noised(), at.losses().mean() > 1e9, "large"),
     "aux_returned": aux_returned,
     "batch_closed_over": batch_closed_over,
-    "hardest": hardest,
-    # Two models, each on its half: an example that is left out moves one to the other half.
-    "models_of_halves": lambda at: at.noised(
-        added(halves(at)[0].sum(), halves(at)[1].sum(model=negated(at.model)))
-    ),
     "models_mapped": models_mapped,
     "one_loss_masked": lambda at: at.noised(
         added(at.sum(), at.use(mask=None).sum(steps.absolute_error)), 2 * STDDEV
@@ -329,10 +265,6 @@ def is_matrix(params):
 OPTIMIZERS = {
     # The variance of `optax.add_noise` falls with the number of steps.
     "noise_of_optax": optax.chain(optax.add_noise(STDDEV**2, 0.55, jax.random.key(0)), OPTIMIZER),
-    "noise_of_another_gradient": optax.chain(
-        PLAN.privatizer(clipped(l2_clip_norm=0.5), key=SECRET), OPTIMIZER
-    ),
-    "scaled_before_and_behind": optax.chain(optax.scale(10.0), NOISE, optax.scale(0.1)),
     "noise_on_matrices_alone": optax.chain(optax.masked(NOISE, is_matrix), OPTIMIZER),
     "behind_a_check_that_skips": optax.apply_if_finite(optax.chain(NOISE, OPTIMIZER), 3),
     "for_a_sum_that_is_not_divided": (optax.chain(NOISE, OPTIMIZER), clipped(normalize_by=1.0)),
@@ -342,37 +274,7 @@ OPTIMIZERS = {
 }
 
 
-# Steps that fit no frame.
-
-
-def batch_closed_over_beside_its_mask():
-    """Only the mask is an argument; inputs and targets are constants of the program."""
-
-    def step(model, state, mask):
-        at, state = steps.at_hand(model, state, XS, YS, mask)
-        noisy = at.noised()
-        return steps.updated(model, state._replace(stream=at.noise.state), noisy)
-
-    return steps.by_hand(step, batch=(MASK,), private=(2,))
-
-
-# Noise that is too little, twice the same, or taken away.
-
-
-# What stands for adding the noise.
-
-
-def copied(grads, key):
-    """The sum is released four times, and the mean of them has half of the noise."""
-    many = leafwise(lambda leaf: jnp.broadcast_to(leaf, (4, *leaf.shape)), grads)
-    return leafwise(lambda leaf: leaf.mean(0), with_noise(many, key))
-
-
-def by_a_rule(grads, key):
-    """A `custom_jvp` around the noise whose tangent is the sum itself."""
-    noisy = jax.custom_jvp(lambda grads: with_noise(grads, key.once()))
-    noisy.defjvp(lambda primals, tangents: (noisy(*primals), primals[0]))
-    return jax.jvp(noisy, (grads,), (grads,))[1]
+# What stands for adding the noise: it is too little, twice the same, or taken away.
 
 
 def on_one_platform(grads, noise):
@@ -399,36 +301,17 @@ NOISED_BY = {
     # Backwards through the noise goes what was handed in: the sum.
     # (That of `add_noise` is zero: it is rounded.)
     "cotangent": lambda g, k: jax.vjp(lambda g: steps.with_normals(g, k.once()), g)[1](g)[0],
-    # Its deviation is that of the sum's own numbers.
-    "noise_times_the_sum": lambda g, k: leafwise(
-        lambda g, n: g + g * n, g, steps.noise_alone(g, k, 1.0)
-    ),
     # `platform_dependent`: on a GPU the sum goes on without noise.
     "on_one_platform": on_one_platform,
     "uniform_noise": lambda g, k: steps.with_normals(g, k, draw=uniform),
-    "normal_noise_in_absolute_value": lambda g, k: steps.with_normals(
-        g, k, draw=lambda *x: abs(normal(*x))
-    ),
-    "copied": copied,
-    "by_a_rule": by_a_rule,
     # A branch on a public coin.
     "in_one_branch": lambda g, k: k.chosen(
         bernoulli(k.key).astype(int), [lambda g, n: scaled(1.0, g), with_noise], g
-    ),
-    "transpose": lambda g, k: jax.linear_transpose(
-        lambda g: added(g, scaled(0.0, steps.noise_alone(zero_sums(), k.once()))), g
-    )(g)[0],
-    "noise_unused": lambda g, k: jax.jit(lambda g: (with_noise(g, k.once()), with_zeros(g, k))[1])(
-        g
     ),
     # A scope with the name of our noise, and none in it.
     "zeros_in_a_scope_named_noise": jax.named_scope("eqx_dp.noise")(with_zeros),
     # The rate is divided by the norm of the sum.
     "trust_ratio_of_the_raw_sum": lambda g, k: scaled(1 / (1e-3 + norm(g)), with_noise(g, k)),
-    # A loop that does not run returns what it was given: the sum.
-    "no_turns": lambda g, k: (
-        lambda noisy: lax.fori_loop(0, 0, lambda _, g: noisy, jax.checkpoint(lambda g: g)(g))
-    )(with_noise(g, k)),
     # The noisy sum times zero, plus the sum.
     "raw_sum_beside_zero_weight": lambda g, k: added(scaled(0.0, with_noise(g, k)), g),
     "normalized_before_the_noise": lambda g, k: with_noise(scaled(1 / norm(g), g), k),
@@ -445,19 +328,8 @@ NOISED_BY = {
 EACH_LEAF = {
     "sign": jnp.sign,
     "rounded": lambda g: g.astype(jnp.bfloat16).astype(jnp.float32),
-    # A square leaf moves by twice the clip norm.
-    "added_to_its_transpose": lambda g: g + g.T if g.shape == (4, 4) else g,
-    # Each number is there four times, each with the noise for one.
-    "repeated": lambda g: jnp.repeat(g, 4, 0).reshape(-1, 4, *g.shape[1:]).sum(1),
     # A matrix of ones moves a vector by up to 4 times its length.
     "times_a_matrix": lambda g: jnp.ones((len(g), len(g))) @ g,
-    "running_sum": lambda g: jnp.cumsum(g, axis=0),
-    "largest_half": lambda g: jnp.where(jnp.abs(g) >= jnp.median(jnp.abs(g)), g, 0.0),
-    "in_its_own_direction": lambda g: 0.5 * g + g / (jnp.linalg.norm(g) + 1e-6),
-    # One number of the sum is in many places.
-    "one_number_added_to_many": lambda g: lax.add(jnp.zeros(g.shape), g.ravel()[0]),
-    "clamped_by_one_number": lambda g: lax.clamp(g.ravel()[0], 0 * g - 1e9, jnp.float32(1e9)),
-    "one_number_written_twice": lambda g: g.at[0].set(g[-1]),
     "sorted": lambda g: jnp.sort(g, 0),
     "joined_with_itself": lambda g: jnp.concatenate([g, g]).reshape(2, *g.shape).mean(0) * 2,
 }
@@ -520,11 +392,6 @@ NOISED = {
     "no_noise_in_the_first_steps": lambda at: at.noise.chosen(
         1 * (at.state.step >= 3), [lambda g, n: scaled(1.0, g), with_noise], at.sum()
     ),
-    "less_noise_in_every_second_step": lambda at: at.noise.chosen(
-        at.state.step % 2,
-        [lambda g, n, s=s: with_noise(g, n, s * STDDEV) for s in (1.0, 0.1)],
-        at.sum(),
-    ),
     "divided_by_real_examples": lambda at: at.noised(
         scaled(1 / jnp.maximum(1, jnp.sum(~at.mask)), at.sum(normalize_by=1.0))
     ),
@@ -533,30 +400,12 @@ NOISED = {
     "ordinary_gradient": lambda at: at.noised(eqx.filter_grad(of_batch)(at.model, at.x, at.y)),
     # The gradient at a model that holds the noise moves with it.
     "noise_in_the_model": lambda at: (lambda n: added(moved_sum(at, n), n))(noise(at)),
-    # A release of little noise is added to the sum.
-    "quiet_release_added": lambda at: at.noised(
-        added(at.sum(), at.noised(scaled(10, at.sum()), 1e-3))
-    ),
     "noise_returned": lambda at: (lambda n: (added(at.sum(), n), n))(noise(at)),
-    # The difference of the two has no noise.
-    "one_noise_on_two_sums": lambda at: (
-        lambda n: tuple(added(at.sum(loss), n) for loss in (squared_error, steps.absolute_error))
-    )(noise(at, 2 * STDDEV)),
-    # The noise shows how many examples there are.
-    "deviation_by_examples": lambda at: at.noised(
-        stddev=STDDEV * jnp.maximum(1, jnp.sum(~at.mask))
-    ),
-    # At least the plan's, but how much it is shows the loss, or an input.
+    # At least the plan's, but how much it is shows the loss.
     "deviation_by_the_loss": lambda at: at.noised(stddev=STDDEV * (1 + at.losses().mean())),
     "key_returned": lambda at: (at.noised(), at.noise.state.key),
     "key_printed": lambda at: (jax.debug.print("{}", key_data(at.noise.state.key)), at.noised())[1],
     "key_for_loss_and_noise": lambda at: loss_with_key(at, at.noise.state.key),
-    # The loss closes over the key of the noise.
-    "key_in_the_loss": lambda at: at.noised(
-        at.sum(
-            lambda m, x, y, key=at.noise.state.key: squared_error(m, x + normal(key, x.shape), y)
-        )
-    ),
     # Which mask an example gets, its slot says, in every step the same.
     "constant_loss_key": lambda at: loss_with_key(at, jax.random.key(0)),
     "loss_key_of_the_data": lambda at: loss_with_key(at, fold_in(at.keys[1], at.x[0, 0] > 0)),
@@ -600,28 +449,16 @@ def sum_of_steps(at):
     return at.noised(total), {"kept": total}
 
 
-def every_second_step(at):
-    """In the other steps the stream stays, and with it the noise."""
-    noisy, is_even = at.noised(), at.state.step % 2 == 0
-    return noisy, {"stream": steps.where(is_even, at.noise.state, at.state.stream)}
-
-
 CARRYING = {
     "two_privatizers_of_one_secret": (
         lambda at: (at.noised(noise=steps.Noise(at.state.kept)), {}),
         dp.noise_stream(key=SECRET),
-    ),
-    # What stood in a slot before is added to who stands there now.
-    "memory_of_slots": (
-        lambda at: (at.noised(at.use(x=at.x + at.state.kept).sum()), {"kept": at.x}),
-        jnp.zeros((SLOTS, WIDTH)),
     ),
     "not_advanced": lambda at: (at.noised(), {"stream": at.state.stream}),
     "one_key_in_all_calls": lambda at: loss_with_key(at, at.state.key, {}),
     "counter_that_stands_still": lambda at: loss_with_key(
         at, fold_in(at.state.key, at.state.step), {"step": at.state.step}
     ),
-    "carried_every_second_step": every_second_step,
     # The state carries two streams and exchanges them.
     "exchanged_streams": (
         lambda at: (at.noised(), {"stream": at.state.kept, "kept": at.noise.state}),
@@ -662,11 +499,6 @@ def rows_of_a_user():
     return steps.chained(plan=plan)
 
 
-class Sized(eqx.Module):
-    x: jax.Array
-    size: int = eqx.field(static=True)
-
-
 def of_a_batch(divided, batch):
     """A batch that is one argument; `divided(noisy, batch)` is released."""
 
@@ -693,9 +525,6 @@ def data_set_closed_over():
 
 LOOKED_UP = {
     "two_indices": lambda x, y, i, p: (x[i], y[p]),
-    "labels_as_indices": lambda x, y, i, p: (x[jnp.abs(y[:5, 0]).astype(int)], y[i]),
-    "floats_as_indices": lambda x, y, i, p: (x[(1.0 * i).astype(int)], y[i]),
-    "an_index_as_a_feature": lambda x, y, i, p: (x[i] * i[:, None], y[i]),
     "rows_as_they_came_beside_an_index": lambda x, y, i, p: (x[i], y[:5]),
 }
 
@@ -727,11 +556,6 @@ def one_by_one(at, changed, start):
 def with_another_weight(part, key):
     key, own = split(key)
     return part.times(jnp.full(2, uniform(own))), key
-
-
-def left_out_later(part, count):
-    count = count + 1
-    return part.use(mask=part.mask | (count > 2)), count
 
 
 def left_out_by_a_mutable_array(at):
@@ -786,15 +610,10 @@ def models_with_one_stream():
 LOOPS = {
     "every_second_row": lambda at: at.noised(at.rows(slice(0, None, 2)).sum()),
     "left_out_by_a_mutable_array": left_out_by_a_mutable_array,
-    "microbatches_left_out": lambda at: one_by_one(at, left_out_later, 0),
     "sign_by_the_turn": lambda at: accumulated(
         at, lambda t, g, i: t + lax.cond(i > 1, lambda g: 1.0 * g, lambda g: -1.0 * g, g)
     ),
     "handed_on_after_a_draw": handed_on_after_a_draw,
-    # The first is the second plus one microbatch's sum, and the other way round.
-    "last_microbatch_alone": lambda at: at.noised(
-        two_totals(at, lambda one, two, part: (added(two, part), two))[0]
-    ),
     "total_before_the_last_microbatch": lambda at: (
         at.noised(),
         two_totals(at, lambda one, two, part: (added(one, part), one))[1],
@@ -803,20 +622,8 @@ LOOPS = {
 }
 
 EACH = {
-    # Replacing an example moves a sum twice as far as leaving it out.
-    "privatizer_of_a_relation": lambda: steps.chained()._replace(
-        plan=steps.plan_under(NeighboringRelation.REPLACE_ONE)
-    ),
-    "noise_of_another_plan": lambda: steps.chained(
-        plan=dp.PrivacyPlan(0.5, 10, PLAN.noise_multiplier / 2, 1e-5)
-    )._replace(plan=PLAN),
-    # The loss is weighted by a statistic of as many labels as the data set has examples.
-    "closed_over_by_the_loss": lambda: steps.made(
-        lambda model, x, y: LABELS.mean() * squared_error(model, x, y)
-    ),
     # A call takes 20 steps, and the plan speaks of 10.
     "more_steps_than_the_plan_has": lambda: steps.epoch_by(At.noised, 20),
-    "batch_closed_over_beside_its_mask": batch_closed_over_beside_its_mask,
     "microbatches_with_other_weights": lambda: step_of(
         lambda at: one_by_one(at, with_another_weight, at.more[0]), batch=(*data(), ROOT)
     ),
@@ -847,15 +654,9 @@ EACH = {
     "size_as_a_number": lambda: of_a_batch(
         lambda noisy, batch: scaled(1 / batch["size"], noisy), {"size": 5}
     ),
-    "size_as_a_static_field": lambda: of_a_batch(
-        lambda noisy, batch: scaled(1 / batch["more"].size, noisy), {"more": Sized(XS, 5)}
-    ),
     "data_set_closed_over": data_set_closed_over,
     "column_of_features_as_mask": lambda: prepared_by(
         lambda at: at.use(mask=at.more[0][:, 0]), jnp.ones((SLOTS, 2), bool), private=(2, 3, 5)
-    ),
-    "another_argument_named": lambda: prepared_by(
-        lambda at: at, jnp.ones(3), private=(5,), more={}
     ),
 }
 

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eqx_dp as dp
@@ -52,10 +51,10 @@ HOSTILE = st.one_of(NUMBERS, st.sampled_from([np.nan, np.inf, -np.inf]))
 
 
 @st.composite
-def setups(draw, numbers=HOSTILE):
+def setups(draw):
     index = draw(st.integers(0, len(SETTINGS) - 1))
     size, microbatch_size = SIZES[index % 2]
-    x = examples(draw, SETTINGS[index].shapes, size, numbers)
+    x = examples(draw, SETTINGS[index].shapes, size)
     padding = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)), bool)
     return index, size, microbatch_size, x, padding
 
@@ -64,10 +63,10 @@ def is_shape(node):
     return isinstance(node, tuple)
 
 
-def examples(draw, shapes, size, numbers):
+def examples(draw, shapes, size):
     def leaf(shape):
         count = size * int(np.prod(shape))
-        values = draw(st.lists(numbers, min_size=count, max_size=count))
+        values = draw(st.lists(HOSTILE, min_size=count, max_size=count))
         return np.array(values, np.float32).reshape(size, *shape)
 
     return jax.tree.map(leaf, shapes, is_leaf=is_shape)
@@ -77,15 +76,14 @@ def examples(draw, shapes, size, numbers):
 def engine(index, microbatch_size):
     shapes, clip_norm, rescale = SETTINGS[index]
     model = jax.tree.map(jnp.zeros, shapes, is_leaf=is_shape)
-    grad_fn = dp.filter_value_and_clipped_grad(
+    grad_fn = dp.filter_clipped_grad(
         models.dot,
         l2_clip_norm=clip_norm,
         rescale_to_unit_norm=rescale,
         normalize_by=2.0,
         microbatch_size=microbatch_size,
     )
-    jitted = eqx.filter_jit(lambda x, mask: grad_fn(model, x, is_padding_example=mask))
-    return grad_fn, jitted
+    return eqx.filter_jit(lambda x, mask: grad_fn(model, x, is_padding_example=mask))
 
 
 def closed_form(x, index, padding):
@@ -117,15 +115,11 @@ def closed_form(x, index, padding):
     return jax.tree.map(group, clip_norms, wide)
 
 
-PROPERTIES = settings(max_examples=12, deadline=None)
-
-
-@PROPERTIES
+@settings(max_examples=12, deadline=None)
 @given(setups())
 def test_the_sum_is_the_closed_form(setup):
     index, size, microbatch_size, x, padding = setup
-    _, jitted = engine(index, microbatch_size)
-    _, grads = jitted(x, padding)
+    grads = engine(index, microbatch_size)(x, padding)
     parts = closed_form(x, index, padding)
     # Each leaf may be off by its float32 roundings, a few for every example: a part of what the
     # examples add in absolute value, not of the sum, in which they may cancel.
@@ -133,31 +127,3 @@ def test_the_sum_is_the_closed_form(setup):
         assert np.isfinite(found).all()
         error = np.abs(np.asarray(found, np.float64) - part.sum(0))
         assert (error <= (4e-6 + oracle.room(size)) * np.abs(part).sum(0) + 1e-37).all()
-
-
-@PROPERTIES
-@given(setups(), st.data())
-def test_one_example_moves_the_sum_by_no_more_than_the_sensitivity(setup, data):
-    index, size, microbatch_size, x, padding = setup
-    grad_fn, jitted = engine(index, microbatch_size)
-    assume(np.isfinite(grad_fn.l2_norm_bound))
-    i = data.draw(st.integers(0, size - 1))
-    other = examples(data.draw, SETTINGS[index].shapes, 1, HOSTILE)
-    mask = np.arange(size) == i
-    replaced = jax.tree.map(lambda leaf, row: np.where(over(mask, leaf), row, leaf), x, other)
-
-    def total(x, padding):
-        return oracle.vector(jitted(x, padding)[1])
-
-    there, gone, swapped = total(x, padding & ~mask), total(x, padding | mask), total(
-        replaced, padding & ~mask
-    )  # fmt: skip
-    # The sums are float32: measured against the true bound they carry their own roundings.
-    slack = 1e-6 * (size + 1) * grad_fn.l2_norm_bound
-    add, replace = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
-    assert np.linalg.norm(there - gone) <= grad_fn.sensitivity(add) + slack
-    assert np.linalg.norm(there - swapped) <= grad_fn.sensitivity(replace) + slack
-
-
-def over(mask, leaf):
-    return mask.reshape(-1, *(1,) * (leaf.ndim - 1))
