@@ -75,6 +75,16 @@ BESIDE = {
     "loss_of_closed_over": lambda at: At(at.new, None, XS, YS, MASK).losses().mean(),
     # Columns that are equal do not make rows equal.
     "equal_columns_of_closed_over": lambda at: jnp.asarray(COLUMNS).mean(),
+    "total_that_begins_with_data": lambda at: lax.scan(
+        lambda total, _: (total + 1,) * 2, at.x.sum(), None, 2
+    )[1],
+    # A loop begins with the stream's counter, and goes on with data.
+    "data_in_place_of_a_counter": lambda at: lax.scan(
+        lambda count, _: (lax.bitcast_convert_type(at.x.sum(), jnp.uint32), count),
+        at.state.stream.counter[0],
+        None,
+        2,
+    )[1],
     "stream_in_metrics": lambda at: {"stream": at.noise.state},
     "state_in_metrics": lambda at: {"1": at.state._replace(stream=at.noise.state)},
     "children_of_the_stream": lambda at: split(at.noise.state.key),
@@ -137,6 +147,9 @@ PREPARED = {
     # Examples far from the mean of the batch are left out.
     "mask_by_others": lambda at: at.use(mask=at.mask | (jnp.abs(at.x - at.x.mean(0)).max(1) > 3)),
     "public_mask": lambda at: at.use(mask=jnp.zeros(SLOTS, bool)),
+    "weights_of_bytes": lambda at: at.times(
+        lax.bitcast_convert_type(jnp.broadcast_to(1.0 * at.state.step, 2), jnp.uint8).reshape(-1)
+    ),
     "mask_and_false": lambda at: at.use(mask=at.mask & False),
 }
 
@@ -400,6 +413,10 @@ NOISED = {
     "ordinary_gradient": lambda at: at.noised(eqx.filter_grad(of_batch)(at.model, at.x, at.y)),
     # The gradient at a model that holds the noise moves with it.
     "noise_in_the_model": lambda at: (lambda n: added(moved_sum(at, n), n))(noise(at)),
+    # A release of little noise is added to the sum.
+    "quiet_release_added": lambda at: at.noised(
+        added(at.sum(), at.noised(scaled(10, at.sum()), 1e-3))
+    ),
     "noise_returned": lambda at: (lambda n: (added(at.sum(), n), n))(noise(at)),
     # At least the plan's, but how much it is shows the loss.
     "deviation_by_the_loss": lambda at: at.noised(stddev=STDDEV * (1 + at.losses().mean())),

@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 import time
 
@@ -99,21 +98,6 @@ def test_two_processes_at_once_stay_within_the_plan(is_store, fleet, tmp_path):
         assert status == 0 or isinstance(one.found, dp.CheckpointError), one.found
     if assert_counted(place) < STEPS:
         ends(fleet, place, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_store", [False, True])
-def test_a_start_ends_when_its_directory_is_moved(is_store, fleet, tmp_path):
-    """All starts together stay within the plan: in the end the folder is back in its place."""
-    place = Place(tmp_path, is_store)
-    run = fleet.start(fire.slowly, place, 3)
-    assert run.until_step(4)
-    moved = place.files.rename(tmp_path / "moved")
-    assert (run.result(), type(run.found)) == (1, dp.CheckpointError), run.found
-    assert not (place.files / "ledger").exists()
-    shutil.rmtree(place.files, ignore_errors=True)  # where a checkpoint was just being written
-    moved.rename(place.files)
-    ends(fleet, place, 1)
 
 
 @pytest.mark.parametrize("number", curated([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
