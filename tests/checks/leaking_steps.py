@@ -516,6 +516,11 @@ def rows_of_a_user():
     return steps.chained(plan=plan)
 
 
+class Sized(eqx.Module):
+    x: jax.Array
+    size: int = eqx.field(static=True)
+
+
 def of_a_batch(divided, batch):
     """A batch that is one argument; `divided(noisy, batch)` is released."""
 
@@ -668,6 +673,12 @@ EACH = {
     ),
     "models_with_one_stream": models_with_one_stream,
     "rows_of_a_user": rows_of_a_user,
+    "size_as_a_static_field": lambda: of_a_batch(
+        lambda noisy, batch: scaled(1 / batch["more"].size, noisy), {"more": Sized(XS, 5)}
+    ),
+    "another_argument_named": lambda: prepared_by(
+        lambda at: at, jnp.ones(3), private=(5,), more={}
+    ),
     "size_as_a_number": lambda: of_a_batch(
         lambda noisy, batch: scaled(1 / batch["size"], noisy), {"size": 5}
     ),

@@ -186,11 +186,7 @@ TURNS = {
     "rc": ["c"],  # a batch of a stack
     "rc-": ["c", None],
     "RS-": ["S", None],  # a microbatch of a batch
-    "SR": ["R"],
     "CD": ["D"],
-    "R=": ["="],
-    "-r": ["r"],
-    "=r": ["r"],
     **{apart: [None] for apart in ("rr", "cr", "RC", "CS", "RR", "rS", "Rr")},
 }
 

@@ -5,7 +5,6 @@ The rules are internal: a whole step that is checked meets few of them.
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+import eqx_dp as dp
 from eqx_dp.checks import sums
 from eqx_dp.checks.facts import Fact, Sum, Term
 from eqx_dp.checks.privacy_flow import PrivacyFlow
@@ -45,10 +45,7 @@ LINEAR = {
     "divided by zero": (lambda a, other, b, p: a / 0.0, None),
     "times infinity": (lambda a, other, b, p: a * math.inf, None),
     "divided by it": (lambda a, other, b, p: p / a, None),
-    "a number divided by it": (lambda a, other, b, p: 2.0 / a, None),
-    "product": (lambda a, other, b, p: a * b, None),
     "quotient": (lambda a, other, b, p: a / b, None),
-    "square": (lambda a, other, b, p: a * a, None),
     "at least a number": (lambda a, other, b, p: jnp.maximum(a, 2.0), None),
     "sine": (lambda a, other, b, p: jnp.sin(a), None),
     "copies": (lambda a, other, b, p: jnp.broadcast_to(a, (2, *SHAPE)), None),
@@ -118,7 +115,7 @@ def release(*arrays, stddev=1.0, loops=(), batches=()):
     """Noise on arrays; each is a list of gains of leaves."""
     terms = [Sum(tuple(itertools.starmap(Term, gains.items()))) for gains in arrays]
     context = Context(loops=tuple(itertools.starmap(Loop, loops)))
-    return sums.Release(tuple(terms), stddev, None, frozenset(batches), context)
+    return sums.Release(tuple(terms), stddev, dp.Banded(), frozenset(batches), context)
 
 
 def furthest(releases, bounds, moves):
@@ -133,7 +130,7 @@ def furthest(releases, bounds, moves):
 
 
 def sources(bounds):
-    return {name: SimpleNamespace(bound=bound) for name, bound in bounds.items()}
+    return {name: sums.Source(bound, frozenset(), None, "") for name, bound in bounds.items()}
 
 
 BOUNDS = {"a": 0.5, "b": 3.0}
@@ -142,7 +139,6 @@ TIGHT = {
     "two of one leaf": [release({A: 2}), release({A: 3}, {OTHER: 1}, stddev=2)],
     "two arrays of one leaf": [release({A: 2}, {A: 3})],
     "added": [release({A: 2, B: 5})],
-    "twice in one": [release({A: 2, B: 0})],
     "each with its noise": [release({A: 2}, stddev=3), release({B: 1}, stddev=0.1)],
     "on one batch again": [release({A: 1}, loops=[("x", 3), ("y", 5)])],
     "on other batches": [release({A: 1}, loops=[("x", 3), ("y", 5)], batches=["y"])],

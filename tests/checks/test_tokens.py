@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.random import bits, fold_in, split
+from jax.random import fold_in, split
 
 from eqx_dp.checks import streams
 from eqx_dp.checks.facts import ANY, DATA, Fact, Reach, Row, Sum, either
@@ -40,7 +40,6 @@ MASKS = {
     "and itself": (lambda m, b: m & m, True),
     "and True": (lambda m, b: m & np.ones(6, bool), True),
     "and False": (lambda m, b: m & np.zeros(6, bool), False),
-    "exclusive or": (lambda m, b: m ^ b, False),
     "chosen from two": (lambda m, b: jnp.where(b, True, m), True),
     "chosen from others": (lambda m, b: jnp.where(m, b, m), False),
     "chosen instead of others": (lambda m, b: jnp.where(b, m, ~m), False),
@@ -50,7 +49,6 @@ MASKS = {
     "spread": (lambda m, b: jnp.broadcast_to(m[:, None], (6, 4)), True),
     "a part": (lambda m, b: m[:4], False),
     "numbers": (lambda m, b: m.astype(jnp.int32), False),
-    "another argument": (lambda m, b: b, False),
     "no mask at all": (lambda m, b: m | ~m, True),
 }
 
@@ -79,7 +77,6 @@ LOOKUPS = {
     "another shape": (lambda x, i, n: i[:, None].reshape(1, 5).T, INDEX),
     "wider": (lambda x, i, n: n.astype(jnp.int32), ("index", "n")),
     "narrower": (lambda x, i, n: i.astype(jnp.int8), None),
-    "a float": (lambda x, i, n: i.astype(jnp.float32), None),
     "negative": (lambda x, i, n: i < 0, NEGATIVE),
     "more": (lambda x, i, n: i + 6, ("add", INDEX, 6)),
     "from the end": (
@@ -213,7 +210,6 @@ KEYS = {
     "folded with a number": (lambda k, n, x: fold_in(k, n + 1), Key(9, (EVERY,))),
     "folded with data": (lambda k, n, x: fold_in(k, x.astype(int)), None),
     "folded with many": (lambda k, n, x: jax.vmap(lambda i: fold_in(k, i))(jnp.arange(3)), None),
-    "bits": (lambda k, n, x: bits(k), None),
     "a counter": (lambda k, n, x: lax.squeeze(n[None], (0,)), None),
     "a named counter": (lambda k, n, x: checkpoint_name(n, "n"), NUMBER),
     "of nothing": (lambda k, n, x: lax.iota(jnp.int32, 3), None),

@@ -93,7 +93,7 @@ def test_epsilon_is_close_to_what_samples_show(kind, correlation, steps, noise, 
 
 
 @pytest.mark.parametrize("noise", [0.4, 1.0, 7.0])
-@pytest.mark.parametrize(("cycle", "steps"), [(2, 5), (5, 5), (9, 40), (12, 31)])
+@pytest.mark.parametrize(("cycle", "steps"), [(2, 5), (5, 5), (9, 40), (15, 15)])
 @pytest.mark.parametrize("bands", [2, 3, 7])
 def test_modes_of_bins_are_no_nearer_than_is_accounted_for(bands, cycle, steps, noise):
     """Kahane's condition, for the bins that are taken, whichever of them is the first."""
@@ -106,7 +106,7 @@ def test_modes_of_bins_are_no_nearer_than_is_accounted_for(bands, cycle, steps, 
     products = modes.T @ modes / noise**2
     (first, *rest) = plan.mechanism().reduced(noise)
     own, shared = first[1] ** -2, sum(x[1] ** -2 for x in rest)
-    apart = next(k for k in range(1, cycle + 1) if cycle // k == first[0].bins)
+    apart = next(k for k in range(cycle, 0, -1) if cycle // k == first[0].bins)
     others = []
     for start in range(cycle):
         taken = (start + apart * np.arange(first[0].bins)) % cycle
