@@ -85,10 +85,8 @@ CASES = {
     "convolution by groups of the batch": (
         lambda x, p: convolved(x[:, None], p[:2, None, :3], batch_group_count=2), "---"
     ),
-    "cumulative sum": (lambda x, p: jnp.cumsum(x, 1), "r-"),
     "cumulative sum of rows": (lambda x, p: lax.cumsum(x, 0), "-c"),
     "sorted": (lambda x, p: jnp.sort(x, 1), "r-"),
-    "turned round": (lambda x, p: x[:, ::-1], "r-"),
     "rows turned round": (lambda x, p: x[::-1], "-c"),
     "sum": (lambda x, p: x.sum(1), "r"),
     "largest": (lambda x, p: jnp.argmax(x, 0), "c"),
@@ -131,7 +129,7 @@ def hit(row, place):
 
 
 def claims_hold(places, function, x):
-    """Each row that is changed moves the entries that are said to depend on it, and no others."""
+    """A row that is changed moves no entries but those that are said to depend on it."""
     for dim, place in enumerate(places):
         if isinstance(place, Row):
             for row in range(x.shape[place.dim]):
@@ -187,6 +185,8 @@ TURNS = {
     "rc-": ["c", None],
     "RS-": ["S", None],  # a microbatch of a batch
     "CD": ["D"],
+    "R=": ["="],
+    "-r": ["r"],
     **{apart: [None] for apart in ("rr", "cr", "RC", "CS", "RR", "rS", "Rr")},
 }
 
