@@ -20,6 +20,7 @@ from eqx_dp.checks.roles import MASK
 from eqx_dp.checks.streams import Given, Key, Stream
 from eqx_dp.checks.sums import Source
 from eqx_dp.programs import Context, in_marked_equation
+from tests.checks.privacy_steps import SECRET
 
 PRIVATE, RANDOM = Reach(DATA, "", True), Reach(is_random=True)
 ROW, STACKED = Row(6, 0), Row(6, 1, turns=("scan",))
@@ -225,7 +226,7 @@ def test_a_key_that_a_call_is_given():
     assert ("fresh noise", False) in findings(record)
 
 
-STATE = dp.noise_stream(key=1)
+STATE = dp.noise_stream(key=SECRET)
 LOOKED = {
     "a print": (lambda w, x, y: (jax.debug.print("{}", y), loss(w, x, y))[1], "side door"),
     "a key": (lambda w, x, y: loss(w, x, y) * jax.random.normal(jax.random.key(0)), "fresh noise"),
