@@ -125,22 +125,22 @@ def test_copies_of_a_call(name):
 # Calls of the engine.
 
 
-def loss(w, x, y):
+def loss(w, y, x):
     return jnp.sum((w * x) ** 2) * y
 
 
 def engine(loss=loss, **options):
     """The clipped sum of a loss of two numbers."""
     grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=0.5, **options)
-    return lambda w, x, y, mask: grad_fn(w, x, y, is_padding_example=mask)
+    return lambda w, y, x, mask: grad_fn(w, y, x, is_padding_example=mask)
 
 
-PUBLIC, MODEL, ROWS, LABELS = Fact(), Fact(token=Given(3)), rows(ROW, None), rows(ROW)
+PUBLIC, MODEL, LABELS, ROWS = Fact(), Fact(token=Given(3)), rows(ROW), rows(ROW, None)
 
 
-def operands(w=MODEL, x=ROWS, y=LABELS, mask=A_MASK):
-    arrays = np.ones(3), np.ones((6, 3)), np.ones(6), np.zeros(6, bool)
-    return [*zip([np.float32(a) for a in arrays[:3]] + [arrays[3]], (w, x, y, mask), strict=True)]
+def operands(w=MODEL, y=LABELS, x=ROWS, mask=A_MASK):
+    arrays = [np.ones(shape, np.float32) for shape in (3, 6, (6, 3))]
+    return [*zip([*arrays, np.zeros(6, bool)], (w, y, x, mask), strict=True)]
 
 
 def test_a_call_gives_sums_of_its_bound():
@@ -155,7 +155,7 @@ def test_a_call_gives_sums_of_its_bound():
 
 
 def test_calls_on_public_values_and_with_private_models():
-    public = [Fact(places=(None,) * n, turns=frozenset("t" * n)) for n in (0, 2, 1, 0)]
+    public = [Fact(places=(None,) * n, turns=frozenset("t" * n)) for n in (0, 1, 2, 0)]
     (found,), record = walked(engine(), *operands(*public))
     assert found.is_public
     assert found.turns == frozenset("t")
@@ -173,7 +173,7 @@ def test_models_side_by_side():
     assert [term.gain for term in found.sum.terms] == [math.sqrt(4)]
     assert not record.found
     # With other examples for each model nothing is known, nor with other masks.
-    for at, shape in ((1, (4, 6, 3)), (3, (4, 6))):
+    for at, shape in ((2, (4, 6, 3)), (3, (4, 6))):
         others = [*arrays]
         fact = others[at][1]
         others[at] = np.ones(shape, others[at][0].dtype), fact._replace(places=(None, *fact.places))
@@ -183,16 +183,15 @@ def test_models_side_by_side():
 
 
 def test_batches_of_a_stack_and_microbatches():
-    def over(w, x, y, mask):
-        return lax.map(lambda batch: engine()(w, *batch), (x, y, mask))
+    def over(w, *stacks):
+        return lax.map(lambda batch: engine()(w, *batch), stacks)
 
-    arrays = operands()
-    for i, fact in ((1, (ROW, STACKED, None)), (2, (ROW, STACKED)), (3, (ROW, STACKED))):
-        places = (Row(6, 0), Row(6, 1), None)[: len(fact)]
-        chosen = [one and one._replace(chosen_by=ANY) for one in places] if i == 3 else places
-        stacked = np.stack([arrays[i][0]] * 6)
-        arrays[i] = stacked, arrays[i][1]._replace(places=tuple(chosen))
-    _, record = walked(over, *arrays)
+    model, *arrays = operands()
+    places = Row(6, 0), Row(6, 1)
+    marked_by = tuple(place._replace(chosen_by=ANY) for place in places)
+    for i, its in enumerate((places, (*places, None), marked_by)):
+        arrays[i] = np.stack([arrays[i][0]] * 6), arrays[i][1]._replace(places=its)
+    _, record = walked(over, model, *arrays)
     (source,) = record.sources.values()
     assert len(source.batches) == 1
 
@@ -209,13 +208,13 @@ def test_what_a_call_is_given():
     assert ["entries of i are different rows" in one for one in record.assumed] == [True]
 
 
-def drawing(w, x, y, *, key):
-    return loss(w, x, y) * jax.random.normal(key)
+def drawing(w, y, x, *, key):
+    return loss(w, y, x) * jax.random.normal(key)
 
 
 def test_a_key_that_a_call_is_given():
     grad_fn = dp.filter_clipped_grad(drawing, l2_clip_norm=0.5)
-    call = lambda w, x, y, mask, key: grad_fn(w, x, y, key=key, is_padding_example=mask)  # noqa: E731
+    call = lambda w, y, x, mask, key: grad_fn(w, y, x, key=key, is_padding_example=mask)  # noqa: E731
     key = jax.random.key(0)
     for fact, is_known in ((Fact(token=Key(4)), True), (Fact(), False)):
         _, record = walked(call, *operands(), (key, fact))
@@ -228,8 +227,8 @@ def test_a_key_that_a_call_is_given():
 
 STATE = dp.noise_stream(key=SECRET)
 LOOKED = {
-    "a print": (lambda w, x, y: (jax.debug.print("{}", y), loss(w, x, y))[1], "side door"),
-    "a key": (lambda w, x, y: loss(w, x, y) * jax.random.normal(jax.random.key(0)), "fresh noise"),
+    "a print": (lambda w, y, x: (jax.debug.print("{}", y), loss(w, y, x))[1], "side door"),
+    "a key": (lambda w, y, x: loss(w, y, x) * jax.random.normal(jax.random.key(0)), "fresh noise"),
     "nothing": (loss, None),
 }
 
@@ -243,9 +242,9 @@ def test_what_is_within_a_loss(name):
 
 
 def test_a_key_among_the_models_arrays():
-    keyed = lambda w, x, y: loss(w[0], x, y) * jax.random.normal(w[1])  # noqa: E731
+    keyed = lambda w, y, x: loss(w[0], y, x) * jax.random.normal(w[1])  # noqa: E731
     grad_fn = dp.filter_clipped_grad(keyed, l2_clip_norm=0.5)
-    call = lambda w, x, y, mask, key: grad_fn((w, key), x, y, is_padding_example=mask)  # noqa: E731
+    call = lambda w, y, x, mask, key: grad_fn((w, key), y, x, is_padding_example=mask)  # noqa: E731
     _, record = walked(call, *operands(), (jax.random.key(0), Fact(token=Key(4))))
     assert ("fresh noise", False) in findings(record)
 

@@ -252,6 +252,35 @@ def test_arrays_of_one_process_of_several_are_undecided(monkeypatch):
     assert check(args=(*ARGS[:2], *shapes)).ok
 
 
+@pytest.mark.parametrize(
+    ("array", "is_so"),
+    [
+        (jnp.arange(steps.SLOTS), True),
+        (jnp.ones((steps.SLOTS, 2)), False),  # the same for all
+        (jnp.arange(2.0)[:, None] * jnp.arange(steps.NUM_EXAMPLES), True),
+        (jnp.arange(2.0)[:, None] * jnp.arange(steps.SLOTS), False),
+    ],
+    ids=["batch", "even", "data", "columns"],
+)
+def test_an_array_as_long_as_the_batch_or_the_data_is_undecided(array, is_so):
+    def step(*args):
+        model, state = honest(*args)
+        return model, state._replace(kept=2 * array)
+
+    report = check(step, sampler=steps.PLAN.sampler(steps.NUM_EXAMPLES, seed=steps.SECRET))
+    assert [one.rule for one in report.undecided] == ["examples apart"] * is_so, str(report)
+
+
+def test_a_sampler_draws_as_the_plan_says():
+    samplers = [
+        dp.PrivacyPlan(prob, 10, 1.2, 1e-5).sampler(steps.NUM_EXAMPLES, seed=steps.SECRET)
+        for prob in (0.5, 0.25)
+    ]
+    assert check(sampler=samplers[0]).ok
+    (finding,) = check(sampler=samplers[1]).violations
+    assert finding.rule == "sampling"
+
+
 # Loops.
 
 
