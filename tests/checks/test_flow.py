@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from eqx_dp.checks.facts import DATA, EVEN, Fact, Reach, Row, Sum, Term
 from eqx_dp.checks.privacy_flow import SECRET
@@ -22,6 +24,7 @@ PROVEN, PERHAPS = Fact(Reach(DATA, "", True)), Fact(Reach(DATA))
 PUBLIC, TURNING = Fact(), Fact(turns=frozenset("t"))
 LEAF = Fact(sum=Sum((Term(("a", 0), 1.0),)))
 KEY = jax.random.key(0)
+ROWS = Fact(PROVEN.reach, (Row(6, 0), Row(6, 1)))
 
 
 def of_numbers(function, *facts):
@@ -93,6 +96,16 @@ def test_a_sum_beside_private_data_is_none():
         assert found.sum == expected
 
 
+def test_of_a_shard_map_by_hand_nothing_private_is_known():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    spread = jax.shard_map(lambda x, y: (x + 1, y + 1), mesh=mesh, in_specs=P(), out_specs=P())
+    (first, second), _ = of_numbers(spread, ROWS, TURNING)
+    assert "shard_map by hand" in first.reach.why
+    assert not first.places
+    assert second.is_public
+    assert second.turns == frozenset("t")
+
+
 # Branches.
 
 
@@ -126,7 +139,6 @@ def test_a_key_that_may_be_another_is_used():
 
 # Loops.
 
-ROWS = Fact(PROVEN.reach, (Row(6, 0), Row(6, 1)))
 SLICES = {  # a fact about what a loop goes over, and whether the parts of two turns may differ
     "even": (Fact(places=(EVEN, None)), False),
     "public": (Fact(places=(None, EVEN)), True),

@@ -180,6 +180,12 @@ def test_models_side_by_side():
         axes = [0 if i in (0, at) else None for i in range(4)]
         (found,), record = walked(jax.vmap(engine(), axes), *others)
         assert not any((found.is_public, found.sum, record.sources))
+        assert findings(record) == [("release", False)] * (at == 2)
+    twice = jax.vmap(jax.vmap(engine(), (0, *[None] * 3)), (1, *[None] * 3))
+    arrays[0] = np.ones((4, 5, 3), np.float32), arrays[0][1]
+    (found,), record = walked(twice, *arrays)
+    assert not any((found.is_public, found.sum, record.sources))
+    assert findings(record) == [("release", False)]
 
 
 def test_batches_of_a_stack_and_microbatches():
@@ -194,6 +200,7 @@ def test_batches_of_a_stack_and_microbatches():
     _, record = walked(over, model, *arrays)
     (source,) = record.sources.values()
     assert len(source.batches) == 1
+    assert not record.found
 
 
 def test_what_a_call_is_given():
@@ -220,6 +227,9 @@ def test_a_key_that_a_call_is_given():
         _, record = walked(call, *operands(), (key, fact))
         assert findings(record) == ([] if is_known else [("fresh noise", False)])
         assert [use.of_loss is not None for use in record.uses] == [True] * is_known
+    lost = Fact(PRIVATE._replace(is_random=True))
+    _, record = walked(call, *operands(w=Fact(PRIVATE)), (key, lost))
+    assert findings(record) == [("release", True)]
     again = lambda *a: lax.map(lambda _: call(*a), jnp.arange(2))  # noqa: E731
     _, record = walked(again, *operands(), (key, Fact(token=Key(4))))
     assert ("fresh noise", False) in findings(record)

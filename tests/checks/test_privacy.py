@@ -250,6 +250,7 @@ def test_arrays_of_one_process_of_several_are_undecided(monkeypatch):
     assert "arrays of this one alone" in finding.found
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ARGS[2:])
     assert check(args=(*ARGS[:2], *shapes)).ok
+    assert not check(args=(*ARGS[:2], ARGS[2], *shapes[1:])).ok
 
 
 @pytest.mark.parametrize(
@@ -269,6 +270,13 @@ def test_an_array_as_long_as_the_batch_or_the_data_is_undecided(array, is_so):
 
     report = check(step, sampler=steps.PLAN.sampler(steps.NUM_EXAMPLES, seed=steps.SECRET))
     assert [one.rule for one in report.undecided] == ["examples apart"] * is_so, str(report)
+
+
+def test_two_streams_of_one_key_are_a_violation():
+    for key, is_so in ((steps.SECRET, True), (steps.SECRET + 1, False)):
+        state = ARGS[1]._replace(kept=dp.noise_stream(key=key))
+        report = check(args=(ARGS[0], state, *ARGS[2:]))
+        assert [one.rule for one in report.violations] == ["fresh noise"] * is_so
 
 
 def test_a_sampler_draws_as_the_plan_says():

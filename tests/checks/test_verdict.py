@@ -163,6 +163,8 @@ def test_noise_that_is_less_than_the_plan_has():
     record.drawn[7, "draw"] = ("another place", "another draw")
     _, findings = said(record, stream(at="another draw"))
     assert findings == [("noise", False, "noise of a", less.format("at least "))]
+    _, findings = said(record_of(released(stddev=1.9), released("b", 1e6)))
+    assert [one[:2] for one in findings] == [("noise", False)]
 
 
 def test_what_the_plan_does_not_say():
