@@ -33,7 +33,6 @@ class Case(NamedTuple):
     loss: Callable[..., Any]
     draw: Callable[[np.random.Generator, int], tuple[Any, ...]]
     filter_spec: Any = eqx.is_inexact_array
-    takes_key: bool = False
 
     def batch(self, size: int, seed: int = 0) -> tuple[Any, ...]:
         """The arguments after the model, each leaf with a leading axis of `size`."""
@@ -206,7 +205,7 @@ def dropout_loss(model: eqx.nn.MLP, x: Array, label: Array, *, key: Array) -> Ar
 
 @functools.cache
 def dropout() -> Case:
-    return mlp(depth=1)._replace(name="dropout", loss=dropout_loss, takes_key=True)
+    return mlp(depth=1)._replace(name="dropout", loss=dropout_loss)
 
 
 def all_cases() -> tuple[Case, ...]:

@@ -27,10 +27,10 @@ def run(name, *arguments):
     return done.stdout
 
 
-def load(name):
-    """The module of an example."""
+def load(name, folder=EXAMPLES):
+    """The module of an example, or of another folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
+        patch.syspath_prepend(folder)
         return importlib.import_module(name)
 
 

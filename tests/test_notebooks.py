@@ -1,26 +1,21 @@
 """The notebooks are what the scripts give, and they run."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.test_examples import load
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 jupytext = pytest.importorskip("jupytext")
 pytest.importorskip("nbclient")
+notebooks = load("notebooks", ROOT / ".docs")
 
 
-@pytest.fixture(scope="module")
-def notebooks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / ".docs")
-        return importlib.import_module("notebooks")
-
-
-def test_notebooks_are_what_the_scripts_give(notebooks):
+def test_notebooks_are_what_the_scripts_give():
     assert sorted(notebooks.NAMES) == NOTEBOOKS
     for name in NOTEBOOKS:
         found = notebooks.source(read(name))
@@ -42,7 +37,7 @@ def test_a_notebook_shows_what_the_run_printed_and_drew(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs(name, notebooks, tmp_path, fast, monkeypatch):
+def test_a_notebook_runs(name, tmp_path, fast, monkeypatch):
     for variable, value in fast.items():
         monkeypatch.setenv(variable, value)
     found = notebooks.notebook(name)

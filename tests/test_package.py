@@ -11,6 +11,7 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,24 +30,18 @@ print(json.dumps([eqx_dp.__file__, presets]))
 """
 
 
-def load_every_preset(python: Path, directory: Path, **environment: str):
+def load_every_preset(python: Path, directory: Path):
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "JAX"))}
-    result = subprocess.run(
-        [python, "-c", LOAD_EVERY_PRESET],
-        cwd=directory,
-        env={**inherited, "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    file, presets = json.loads(result.stdout)
+    environment = {**inherited, "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
+    output = run(python, "-c", LOAD_EVERY_PRESET, cwd=directory, env=environment)
+    file, presets = json.loads(output)
     return Path(file), presets
 
 
-def run(*command: str | Path) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*command: str | Path, **options: Any) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")

@@ -13,34 +13,30 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def example():
-    return load("plan_gpt")
-
-
-def printed(example, *arguments):
-    """What main returns and prints."""
+def printed(name, *arguments):
+    """What an example's main returns and prints."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        rows = example.main(list(arguments))
+        rows = load(name).main(list(arguments))
     return rows, output.getvalue()
 
 
 @pytest.mark.slow
-def test_the_sum_of_parts_is_near_the_compiled_bytes(example):
-    (row,), text = printed(example, *SMALL, "--mesh", "4x2", "--methods", "ghost")
+def test_the_sum_of_parts_is_near_the_compiled_bytes():
+    (row,), text = printed("plan_gpt", *SMALL, "--mesh", "4x2", "--methods", "ghost")
     # Memory is reused between parts, and the compiler adds workspace: no more than an order.
     assert row.compiled / 3 < row.parts.total < 3 * row.compiled
     assert "peak host memory" in text
 
 
-def test_on_paper_memory_falls_with_the_number_of_devices(example):
+def test_on_paper_memory_falls_with_the_number_of_devices():
     """By as much as there is of parameters, Adam's state and sums, which are on no device whole.
 
     `ghost` gathers a layer at a time: of all in bfloat16, too, a device has a part.
     """
     arguments = ("--size", "1B", "--batch", "2", "--microbatch", "1", "--methods", "ghost")
-    rows, text = printed(example, *arguments, "--mesh", "2", "8", "--memory", "3", "9", "--paper")
+    devices = ("--mesh", "2", "8", "--memory", "3", "9", "--paper")
+    rows, text = printed("plan_gpt", *arguments, *devices)
     two, eight = (row.parts.total for row in rows)
     assert all(row.compiled is None for row in rows)
     # Stored, in bfloat16, twice for Adam, three sums, and noise for the largest; the rest is small.
@@ -52,7 +48,7 @@ def test_on_paper_memory_falls_with_the_number_of_devices(example):
 @pytest.mark.filterwarnings("ignore:delta is 1.1e-10")
 def test_a_run_of_the_size_of_the_largest_that_was_published():
     example = load("plan_vaultgemma")
-    rows, text = printed(example, "--devices", "256", "2048")
+    rows, text = printed("plan_vaultgemma", "--devices", "256", "2048")
     # At most 2.0 is published. What float64 may lose at such a delta is paid for, and the libraries
     # that accounting stands on lose differently: 1.826 with NumPy 2.4 and SciPy 1.17, 1.832 later.
     assert example.PLAN.epsilon() == pytest.approx(1.83, abs=0.02)

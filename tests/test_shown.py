@@ -9,26 +9,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec
 
 import eqx_dp as dp
 from eqx_dp.shown import shown
+from tests.test_wrong_arguments import GRAD_FN, MODEL, PLAN, X, loss, made
 
 SEED = 0x1234_5678_9ABC_DEF0_0FED_CBA9_8765_4321
-# Two values that no figure of a report has by chance.
-X, Y = np.full((8, 4), 0.7531, np.float32), np.full((8, 1), 2.4689, np.float32)
-PLAN = dp.PrivacyPlan(0.25, 4, 1.0, 1e-5)
-
-
-def loss(model, x, y):
-    return jnp.sum((model(x) - y) ** 2)
-
-
-MODEL = eqx.nn.Linear(4, 1, key=jax.random.key(0))
-GRAD_FN = dp.filter_clipped_grad(loss, l2_clip_norm=1.0)
-STEP = dp.make_step(loss, optax.sgd(0.1), PLAN, num_examples=8, seed=SEED, l2_clip_norm=1.0)
+# Another value, beside that of X, that no figure of a report has by chance.
+Y, STEP = np.full((8, 1), 2.4689, np.float32), made(seed=SEED)
 POLICY = dp.load_policy("float32")
 PER_EXAMPLE = dp.PerExample(jnp.full(8, 0.7531), jnp.full(8, 2.4689), {"hit": jnp.ones(8)})
 

@@ -38,10 +38,6 @@ def trained(step=STEP, data=(X, Y), **options):
     return dp.Trainer(step, data, **options)
 
 
-def calibrated(**options):
-    return dp.PrivacyPlan.calibrate(**({"delta": 1e-5, "sampling_prob": 0.1, "steps": 3} | options))
-
-
 def saved(model=MODEL, file="/nowhere/a.safetensors", **options):
     dp.save_model(file, model, **options)
 
@@ -50,6 +46,8 @@ def planned(**options):
     dp.plan_memory(GRAD_FN, MODEL, X, Y, compiled=False, **options)
 
 
+PLANNED = {"sampling_prob": 0.1, "steps": 3, "noise_multiplier": 1.0, "delta": 1e-5}
+CALIBRATED = {"sampling_prob": 0.1, "steps": 3, "delta": 1e-5}
 NUMBERS = (None, "x", object(), True, [1], np.ones(3), X)
 # What the first part of the error has to hold, the call, and what it is given.
 CASES = [
@@ -73,11 +71,8 @@ CASES = [
     ("grad_fn", lambda x: dp.tune(x, MODEL, X), (None, "x", loss, BOUND)),
     ("plan", lambda x: dp.explain(GRAD_FN, MODEL, X, Y, plan=x), ("x", 1)),
     ("plan", lambda x: dp.tune(GRAD_FN, MODEL, X, Y, plan=x), ("x", 1)),
-    ("sampling_prob", lambda x: dp.PrivacyPlan(x, 3, 1.0, 1e-5), NUMBERS),
-    ("steps", lambda x: dp.PrivacyPlan(0.1, x, 1.0, 1e-5), NUMBERS),
-    ("noise_multiplier", lambda x: dp.PrivacyPlan(0.1, 3, x, 1e-5), NUMBERS),
-    ("delta", lambda x: dp.PrivacyPlan(0.1, 3, 1.0, x), NUMBERS),
-    ("epsilon", lambda x: calibrated(epsilon=x), NUMBERS),
+    *((x, lambda value, x=x: dp.PrivacyPlan(**PLANNED | {x: value}), NUMBERS) for x in PLANNED),
+    ("epsilon", lambda x: dp.PrivacyPlan.calibrate(epsilon=x, **CALIBRATED), NUMBERS),
     ("text", dp.PrivacyPlan.from_json, (None, 1, {})),
     ("num_examples", lambda x: PLAN.sampler(x, seed=1), NUMBERS),
     ("seed", lambda x: PLAN.sampler(8, seed=x), ("x", 1.5, [1])),

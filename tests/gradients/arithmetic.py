@@ -15,6 +15,7 @@ the same twice, as one kernel does, and another equation, which is compiled apar
 So does an equation of a function that is called in two places.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax import lax
 
-from eqx_dp.programs import Call, Cond, Scan, While, inside, literal_value
+from eqx_dp.programs import Call, Cond, Scan, While, inside, interpret, literal_value
 
 U, BFLOAT16 = 2.0**-24, np.dtype(jax.numpy.bfloat16)
 _SUMMED = (np.dtype("float32"), BFLOAT16)
@@ -68,21 +69,11 @@ class Machine:
             return self._run(program, values)
 
     def _run(self, program: jex_core.ClosedJaxpr, values: list[Any]) -> list[Any]:
-        jaxpr = program.jaxpr
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
-
-        def read(atom: Any) -> Any:
-            is_literal = isinstance(atom, jex_core.Literal)
-            return literal_value(atom) if is_literal else env[atom]
-
-        for equation in jaxpr.eqns:
-            found = self._equation(equation, [_numpy(read(atom)) for atom in equation.invars])
-            env.update(zip(equation.outvars, found, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return interpret(program.jaxpr, program.consts, values, self._equation, literal_value)
 
     def _equation(self, equation: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
         outside, self._path = self._path, (*self._path, id(equation))
-        found = self._results(equation, values)
+        found = self._results(equation, list(map(_numpy, values)))
         self._path = outside
         return found
 
@@ -94,7 +85,7 @@ class Machine:
             case Cond(branches=branches):
                 return self._run(branches[int(values[0])], values[1:])
             case Scan() as scan:
-                return self._scan(scan, params["reverse"], values)
+                return step_by_step(scan, params["reverse"], self._run, values, _stacked)
             case While() as loop:
                 of_cond, of_body, carry = loop.split(values)
                 while self._run(loop.condition, [*of_cond, *carry])[0]:
@@ -131,17 +122,6 @@ class Machine:
         found = equation.primitive.bind(*values, **equation.primitive.get_bind_params(params))
         return list(found) if equation.primitive.multiple_results else [found]
 
-    def _scan(self, scan: Scan, is_reverse: bool, values: list[Any]) -> list[Any]:
-        consts, carry, over = scan.split(values)
-        turns = range(scan.length)
-        stacked: list[list[Any]] = []
-        for i in reversed(turns) if is_reverse else turns:
-            found = self._run(scan.body, [*consts, *carry, *(x[i] for x in over)])
-            carry = found[: scan.num_carry]
-            stacked.append(found[scan.num_carry :])
-        stacked = stacked[::-1] if is_reverse else stacked
-        return [*carry, *(np.stack([_numpy(x) for x in its]) for its in zip(*stacked, strict=True))]
-
     def _moved(self, exact: Any) -> Any:
         """Rounded and two units off; below the normal range, to the next number."""
         near = np.float32(exact)
@@ -168,6 +148,28 @@ class Machine:
         return np.where(np.abs(exact) == sizes, np.where(error == 0, exact, off), off).astype(
             np.float32
         )
+
+
+def step_by_step(
+    scan: Scan,
+    is_reverse: bool,
+    run: Callable[[jex_core.ClosedJaxpr, list[Any]], list[Any]],
+    values: list[Any],
+    stack: Callable[[Sequence[Any]], Any] = jax.numpy.stack,
+) -> list[Any]:
+    """The results of a scan whose steps are run one after the other."""
+    consts, carry, over = scan.split(values)
+    turns, made = range(scan.length), list[list[Any]]()
+    for i in reversed(turns) if is_reverse else turns:
+        found = run(scan.body, [*consts, *carry, *(x[i] for x in over)])
+        carry = found[: scan.num_carry]
+        made.append(found[scan.num_carry :])
+    made = made[::-1] if is_reverse else made
+    return [*carry, *map(stack, zip(*made, strict=True))]
+
+
+def _stacked(values: Sequence[Any]) -> Any:
+    return np.stack(list(map(_numpy, values)))
 
 
 def _exactly(equation: jex_core.JaxprEqn, values: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 A power of two is divided out of each operand, which is rounded to what its narrow dtype holds, and
 stays in float64. The derivative ignores the rounding, and the cotangent of each product is rounded.
+Nothing but the walk from equation to equation is the package's own.
 """
 
 import functools
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 import eqx_dp as dp
+from eqx_dp.programs import Call, Scan, bound, inside, interpret, literal_value
+from tests.gradients.arithmetic import step_by_step
 
 # The exponent of the power of two that the largest entry of an operand is brought to.
 _TO = {"float8_e4m3fn": 7, "float8_e5m2": 14, "float16": 14, "bfloat16": 14}
@@ -30,7 +33,7 @@ def rounded_loss(loss: Callable[..., Any], matmul: dp.Matmul) -> Callable[..., A
             return loss(*eqx.combine(structure.unflatten(flat), static))
 
         program = jax.make_jaxpr(of_arrays)(*flat)
-        (result,) = _run(program.jaxpr, program.consts, flat, matmul)
+        (result,) = _run(program, flat, matmul)
         return result
 
     return function
@@ -73,43 +76,18 @@ def _is_product(equation: Any) -> bool:
     return any(x.aval.ndim > len(c) + len(b) for x, c, b in sides)
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], matmul: dp.Matmul) -> list[Any]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+def _run(program: Any, inputs: list[Any], matmul: dp.Matmul) -> list[Any]:
     run = functools.partial(_run, matmul=matmul)
 
-    def read(x: Any) -> Any:
-        return x.val if hasattr(x, "val") else values[x]
-
-    for equation in jaxpr.eqns:
-        operands, params = [read(x) for x in equation.invars], equation.params
-        match equation.primitive.name:
-            case "jit" | "pjit":
-                found = run(params["jaxpr"].jaxpr, params["jaxpr"].consts, operands)
-            case "checkpoint" | "remat" | "remat2":
-                found = run(params["jaxpr"], (), operands)
-            case "scan":
-                found = _scan(params, operands, run)
+    def of_equation(equation: Any, operands: list[Any]) -> list[Any]:
+        match inside(equation):
+            case Call("jit" | "remat", body):
+                return run(body, operands)
+            case Scan() as scan:
+                return step_by_step(scan, equation.params["reverse"], run, operands)
             case _ if _is_product(equation):
-                found = [_product(equation, matmul, operands)]
+                return [_product(equation, matmul, operands)]
             case _:
-                primitive = equation.primitive
-                found = primitive.bind(*operands, **primitive.get_bind_params(params))
-                found = found if primitive.multiple_results else [found]
-        values.update(zip(equation.outvars, found, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+                return bound(equation, equation.params, operands)
 
-
-def _scan(params: dict[str, Any], operands: list[Any], run: Any) -> list[Any]:
-    """Step by step."""
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
-    consts, rest = operands[:num_consts], operands[num_consts:]
-    carry, slices = rest[:num_carry], rest[num_carry:]
-    steps = range(params["length"])
-    made = []
-    for i in reversed(steps) if params["reverse"] else steps:
-        now = [x[i] for x in slices]
-        outputs = run(params["jaxpr"].jaxpr, params["jaxpr"].consts, [*consts, *carry, *now])
-        carry = outputs[:num_carry]
-        made.append(outputs[num_carry:])
-    made = made[::-1] if params["reverse"] else made
-    return [*carry, *(jnp.stack(each) for each in zip(*made, strict=True))]
+    return interpret(program.jaxpr, program.consts, inputs, of_equation, literal_value)

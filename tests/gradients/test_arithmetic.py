@@ -252,11 +252,17 @@ LOSSES = {
 }
 
 
-def share_of_engine(loss, method, x, g, clip_norm, **machine):
-    """The most that one example adds, by the clip norm."""
+def engine(loss, method, clip_norm, policy=None):
+    """The clipped gradient of examples."""
     function, model = LOSSES[loss]
-    grad_fn = dp.filter_clipped_grad(function, l2_clip_norm=clip_norm, method=method)
-    program = jax.make_jaxpr(lambda x, g: grad_fn(model, x, g))(x[:1], g[:1])
+    options = {"l2_clip_norm": clip_norm, "policy": policy and dp.load_policy(policy)}
+    grad_fn = dp.filter_clipped_grad(function, method=method, **options)
+    return lambda x, g: grad_fn(model, x, g)
+
+
+def share_of_engine(loss, method, x, g, clip_norm, policy=None, **machine):
+    """The most that one example adds, by the clip norm."""
+    program = jax.make_jaxpr(engine(loss, method, clip_norm, policy))(x[:1], g[:1])
     worst = 0.0
     for seed in range(3):
         on_machine = Machine(seed=seed, **machine)

@@ -96,6 +96,20 @@ DERIVED = {
 LOSSES = {**USES, **{name: (loss, 5, (5, 8)) for name, loss in DERIVED.items()}}
 
 
+# What the matrix, the tokens, their cotangents and the terms are multiplied by.
+SCALES = {
+    "ordinary": (1, 1, 1, 1),
+    "factors that vanish": (1, 1e30, 1e-10, 1),
+    "subnormal": (1, 1e-39, 1e30, 1),
+    "huge": (1, 1e15, 1e14, 1),
+    "tiny": (1, 1e-10, 1e-8, 1e-18),
+    "no tokens": (1, 0, 1, 0),
+    "huge parameters": (1e17, 1, 1, 1),
+    "tiny parameters": (1e-30, 1, 1e-20, 1),
+    "subnormal parameters": (1e-39, 1, 1, 1),
+}
+
+
 def attack(kind, time, shape):
     """A matrix and a batch."""
     rng = np.random.default_rng(time)
@@ -121,24 +135,8 @@ def attack(kind, time, shape):
         case "lopsided":
             x *= 10.0 ** rng.integers(-18, 18, (SIZE, time, 1))
             g /= np.abs(x).max(axis=-1, keepdims=True)
-        case "factors that vanish":
-            x, g = x * 1e30, g * 1e-10
-        case "subnormal":
-            x, g = x * 1e-39, g * 1e30
-        case "huge":
-            x, g = x * 1e15, g * 1e14
-        case "tiny":
-            x, g, h = x * 1e-10, g * 1e-8, h * 1e-18
         case "huge terms":
             h = h * 10.0 ** rng.integers(-25, 25, h.shape)
-        case "no tokens":
-            x, h = 0 * x, 0 * h
-        case "huge parameters":
-            w = w * 1e17
-        case "tiny parameters":
-            w, g = w * 1e-30, g * 1e-20
-        case "subnormal parameters":
-            w = w * 1e-39
         case "parameters of all sizes":
             w = w * 10.0 ** rng.integers(-18, 16, w.shape)
         case "all but a constant":
@@ -147,7 +145,7 @@ def attack(kind, time, shape):
         case _ if kind.startswith("the term cancels"):
             x, g, h, w = against(w, x, g, float(kind.split()[-1]))
         case _:
-            assert kind == "ordinary"
+            w, x, g, h = (a * scale for a, scale in zip((w, x, g, h), SCALES[kind], strict=True))
     return w, x, g, h, r
 
 
@@ -171,11 +169,9 @@ def against(w, x, g, scale):
 
 
 ATTACKS = [
-    "ordinary", "tokens cancel", "one pair of tokens cancels", "equal tokens", "one huge",
-    "one huge token", "lopsided", "factors that vanish", "subnormal", "huge", "tiny", "huge terms",
-    "no tokens", "huge parameters", "tiny parameters", "subnormal parameters",
-    "parameters of all sizes", "all but a constant", "the term cancels 1", "the term cancels 2",
-    "the term cancels 1e15", "the term cancels 1e-18",
+    *SCALES, "tokens cancel", "one pair of tokens cancels", "equal tokens", "one huge",
+    "one huge token", "lopsided", "huge terms", "parameters of all sizes", "all but a constant",
+    "the term cancels 1", "the term cancels 2", "the term cancels 1e15", "the term cancels 1e-18",
 ]  # fmt: skip
 
 

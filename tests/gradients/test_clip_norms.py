@@ -117,17 +117,14 @@ def test_sums_that_could_overflow_or_vanish_before_the_noise_are_refused(
     """And others not: of fewer examples, of rescaled gradients."""
     if "policy" in options:
         options = {**options, "policy": dp.parse_policy(options["policy"])}
-    model = {
-        "a": jax.ShapeDtypeStruct((entries,), "float32"),
-        "b": jax.ShapeDtypeStruct((), "float32"),
-    }
+
+    def arrays(*front):
+        shapes = {"a": (*front, entries), "b": front}
+        return {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
 
     def call(examples, **changed):
-        x = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((examples, *leaf.shape), leaf.dtype), model
-        )
         grad_fn = dp.filter_clipped_grad(models.dot, **{**options, **changed})
-        jax.eval_shape(grad_fn, model, x)
+        jax.eval_shape(grad_fn, arrays(), arrays(examples))
 
     with pytest.raises(ValueError, match="before the noise"):
         call(examples)

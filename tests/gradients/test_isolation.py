@@ -17,8 +17,8 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import AxisType, PartitionSpec
 
 import eqx_dp as dp
-from tests import oracle
 from tests.sharding.losses import mesh_of
+from tests.tiers import curated
 
 METHODS = ["per_example", "book_keeping", "ghost"]
 PARAMS = jnp.asarray([1.0, -0.5, 2.0])
@@ -127,7 +127,7 @@ def test_a_model_that_is_the_same_on_all_devices_of_an_enclosing_shard_map():
         sharded(EXAMPLES)
 
 
-# Equinox's reductions over all examples
+# Equinox's reductions over all examples, its loops, and solvers
 
 
 def test_a_maximum_over_all_examples_in_a_loop_of_equinox_is_refused():
@@ -144,16 +144,7 @@ def test_a_maximum_over_all_examples_in_a_loop_of_equinox_is_refused():
         clipped(loss)(PARAMS, EXAMPLES)
 
 
-def neighbours_differ_by_one(loss, rtol=1e-5):
-    """Each example adds the same, whoever else is there."""
-    grad_fn = clipped(loss)
-    whole = grad_fn(PARAMS, EXAMPLES)
-    alone = sum(grad_fn(PARAMS, EXAMPLES[i : i + 1]) for i in range(len(EXAMPLES)))
-    np.testing.assert_allclose(whole, alone, rtol=rtol, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", [pytest.param("checkpointed", marks=pytest.mark.slow), "bounded"])
-def test_loops_of_equinox_go_on_working(kind):
+def looped(kind):
     def loss(params, x):
         def body(state):
             return state[0] + 1, jnp.sin(state[1] * params)
@@ -164,7 +155,24 @@ def test_loops_of_equinox_go_on_working(kind):
         )
         return jnp.sum(loop[1])
 
-    neighbours_differ_by_one(loss)
+    return loss
+
+
+def solved(params, x):
+    operator = lx.MatrixLinearOperator(jnp.diag(2 + params**2) + 0.1 * jnp.outer(x, x))
+    return jnp.sum(lx.linear_solve(operator, x).value)
+
+
+WORKING = {"checkpointed": looped("checkpointed"), "bounded": looped("bounded"), "solve": solved}
+
+
+@pytest.mark.parametrize("name", curated(WORKING, ["bounded", "solve"]))
+def test_loops_and_solves_go_on_working(name):
+    """Each example adds the same, whoever else is there."""
+    grad_fn = clipped(WORKING[name])
+    whole = grad_fn(PARAMS, EXAMPLES)
+    alone = sum(grad_fn(PARAMS, EXAMPLES[i : i + 1]) for i in range(len(EXAMPLES)))
+    np.testing.assert_allclose(whole, alone, rtol=1e-5, atol=1e-6)
 
 
 # Checks
@@ -190,34 +198,9 @@ def test_a_check_that_passes_changes_nothing(on_error):
     np.testing.assert_array_equal(grads, clipped(lambda p, x: jnp.sum(p * x))(PARAMS, EXAMPLES))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("size", "first"), [(None, True), (4, False)])
-def test_padding_never_fails_a_check(size, first, method):
-    padded = jnp.concatenate([EXAMPLES[:3], jnp.zeros((4, 3))])
-    is_padding = np.arange(7) >= 3
-    if first:
-        padded, is_padding = padded[::-1], is_padding[::-1].copy()
-    grads = clipped(checked(), method, microbatch_size=size)(
-        PARAMS, padded, is_padding_example=is_padding
-    )
-    alone = clipped(checked())(PARAMS, EXAMPLES[:3])
-    np.testing.assert_allclose(grads, alone, rtol=1e-5 + oracle.room(7))
-
-
 def test_padding_on_a_device_of_its_own_fails_no_check():
     rules = dp.ShardingRules(mesh_of("auto", data=4))
     batch, is_padding = jnp.zeros((8, 3)).at[0].set(1.0), np.arange(8) > 0
     batch, is_padding = rules.shard_batch((batch, is_padding))
     grads = clipped(checked(), sharding=rules)(PARAMS, batch, is_padding_example=is_padding)
     np.testing.assert_allclose(grads, np.ones(3) / np.sqrt(3), rtol=1e-5)
-
-
-# Solvers
-
-
-def test_linear_solves_go_on_working():
-    def loss(params, x):
-        operator = lx.MatrixLinearOperator(jnp.diag(2 + params**2) + 0.1 * jnp.outer(x, x))
-        return jnp.sum(lx.linear_solve(operator, x).value)
-
-    neighbours_differ_by_one(loss)

@@ -30,6 +30,19 @@ def of_a_batch(model, x, label):
     return losses.mean(), aux
 
 
+def with_its_key(model, x, label, *, key):
+    return models.dropout_loss(model, x, label, key=key), jax.random.key_data(key)
+
+
+def with_a_key_or_without(model, x, label, key=None):
+    return models.mlp_loss(model, x, label), jnp.asarray(key is None)
+
+
+def drawing_for_a_batch(model, x, label, *, key):
+    """The key is not mapped: it is that of a batch of one."""
+    return models.dropout_loss(model, x[0], label[0], key=key)
+
+
 def by_layer(case):
     """The activation, the sizes and so on stand in the clip tree as they do in the model."""
     return eqx.tree_at(lambda m: m.layers, case.model, (0.1, jnp.array(0.71), 5.0))
@@ -54,6 +67,14 @@ OPTIONS = {
     "padding": (MLP, {}, {"is_padding_example": PADDING}),
     "frozen": (models.frozen_mlp(), {}, {"is_padding_example": PADDING}),
     "key": (models.dropout(), {"microbatch_size": 3}, {"key": KEY}),
+    "raw key, seen": (models.dropout()._replace(loss=with_its_key), {"has_aux": True},
+        {"key": jax.random.PRNGKey(5)}),
+    "no key for one that may be left out": (MLP._replace(loss=with_a_key_or_without),
+        {"has_aux": True}, {}),
+    "key that may be left out": (MLP._replace(loss=with_a_key_or_without),
+        {"has_aux": True}, {"key": KEY}),
+    "key of a batch": (models.dropout()._replace(loss=drawing_for_a_batch),
+        {"keep_batch_dim": True, "microbatch_size": 2}, {"key": KEY}),
     "key and padding": (models.dropout(), {}, {"key": KEY, "is_padding_example": PADDING}),
     "aux": (MLP._replace(loss=with_aux), {"has_aux": True, "microbatch_size": 2},
         {"is_padding_example": PADDING}),
@@ -92,36 +113,3 @@ def test_agrees_with_the_oracle(name, method):
 
 
 # Keys
-
-
-def draws(model, x, *, key):
-    """The gradient of an example is its input times a number drawn from its key."""
-    number = jax.random.uniform(key, (), jnp.float32)
-    return jnp.sum(model * x * number), (jax.random.key_data(key), number)
-
-
-@pytest.mark.parametrize(
-    ("make_key", "options"),
-    [
-        (jax.random.key, {"microbatch_size": 2}),
-        (jax.random.key, {"keep_batch_dim": True}),
-        (jax.random.PRNGKey, {}),
-    ],
-)
-def test_example_i_gets_the_ith_key(make_key, options):
-    key, x = make_key(5), jnp.arange(1.0, 6.0)
-    grad_fn = jitted.grad(draws, l2_clip_norm=np.inf, has_aux=True, **options)
-    grads, (seen, numbers) = grad_fn(jnp.zeros(()), x, key=key)
-    np.testing.assert_array_equal(seen, jax.random.key_data(jax.random.split(key, 5)))
-    np.testing.assert_allclose(grads, np.sum(numbers * x), rtol=1e-6)
-
-
-@pytest.mark.parametrize("given", [{}, {"key": KEY}])
-def test_a_key_that_may_be_left_out(given):
-    def loss(model, x, key=None):
-        return models.dot(model, x), jnp.zeros(()) if key is None else jnp.ones(())
-
-    grad_fn = jitted.grad(loss, l2_clip_norm=np.inf, has_aux=True)
-    grads, had_key = grad_fn(jnp.zeros(()), jnp.ones(3), **given)
-    np.testing.assert_allclose(grads, 3.0)
-    assert (had_key == bool(given)).all()

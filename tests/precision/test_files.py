@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from eqx_dp import precision
-from eqx_dp.precision import ModuleRule, Policy, available_policies, load_policy, parse_policy
+from eqx_dp.precision import Policy, available_policies, load_policy, parse_policy
 
 FOLDER = Path(__file__).parents[2] / "policies"
 DTYPES = """
@@ -125,16 +125,10 @@ def test_reads_every_entry(load):
         params = "float32"
         """
     )
-    norm = ModuleRule("LayerNorm", "float16", "wide", True, "float32")
-    rules = ModuleRule("**.head", "float32"), norm
-    assert policy == Policy(
-        *("bfloat16", "float16", "float32", "bfloat16", "float16"),
-        modules=rules,
-        loss_scale=precision.LossScale("static", 0.5),
-        matmul_precision="tensorfloat32",
-        unsafe=True,
-        rounding="stochastic",
-        matmul=precision.Matmul("float8_e4m3fn", "float8_e5m2", "none"),
+    assert policy == parse_policy(
+        "p=bf16,c=f16,o=f32,a=bf16,n=f16,unsafe=true,loss_scale=0.5,rounding=stochastic,"
+        "matmul_precision=tensorfloat32,matmul=float8_e4m3fn:float8_e5m2:none,"
+        "module:**.head=f32,module:LayerNorm=f16:wide:optional:params=f32"
     )
     assert policy.description == "a head in float32"
     assert "unsafe=True" in repr(policy)

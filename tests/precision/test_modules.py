@@ -6,7 +6,6 @@ import pickle
 
 import equinox as eqx
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -141,17 +140,11 @@ def test_a_method_that_would_return_parameters_that_were_cast_is_refused():
 
 def dots(fun, *args):
     """The operands' dtype and the precision of every matrix product of a traced function."""
-    return dots_of(eqx.filter_make_jaxpr(fun)(*args)[0].jaxpr)
-
-
-def dots_of(jaxpr):
     found = []
-    for equation in jaxpr.eqns:
+    for equation in dp.programs.equations(eqx.filter_make_jaxpr(fun)(*args)[0]):
         if equation.primitive.name == "dot_general":
             (dtype,) = {v.aval.dtype for v in equation.invars}
             found.append((dtype, str(equation.params["precision"])))
-        for sub in jax.extend.core.jaxprs_in_params(equation.params):
-            found += dots_of(sub)
     return found
 
 

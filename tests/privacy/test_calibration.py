@@ -31,16 +31,10 @@ SEARCHED = [
 @pytest.mark.parametrize("row", SEARCHED)
 def test_noise_is_that_of_a_fine_search(row):
     epsilon, delta, sampling_prob, steps, relation, expected = row
-    plan = PrivacyPlan.calibrate(
-        epsilon=epsilon,
-        delta=delta,
-        sampling_prob=sampling_prob,
-        steps=steps,
-        neighboring_relation=RELATIONS[relation],
-    )
-    assert plan == PrivacyPlan(
-        sampling_prob, steps, plan.noise_multiplier, delta, RELATIONS[relation]
-    )
+    known = {"delta": delta, "sampling_prob": sampling_prob, "steps": steps}
+    known["neighboring_relation"] = RELATIONS[relation]
+    plan = PrivacyPlan.calibrate(epsilon=epsilon, **known)
+    assert plan == PrivacyPlan(noise_multiplier=plan.noise_multiplier, **known)
     assert plan.epsilon() <= epsilon
     # Rounding makes epsilon jump up and down where there is little more delta than it may lose.
     jumps = delta < 1000 * steps * ROUNDING_DELTA

@@ -1,8 +1,6 @@
 """The constants of `eqx_dp/privacy/finite_precision.md`."""
 
-import importlib
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ import eqx_dp as dp
 from eqx_dp.privacy import finite_precision
 from eqx_dp.privacy.finite_precision import MOST_EPSILON, PRECISION_EPSILON, entries_covered
 from eqx_dp.privacy.grid import grid_of
+from tests.test_examples import load
 
 PLAN = dp.PrivacyPlan(0.01, 1000, 0.8136, 1e-5)
 
@@ -76,17 +75,10 @@ def test_more_entries_than_are_paid_for_are_refused():
 # The attacks of examples/finite_precision.py.
 
 
-@pytest.fixture(scope="module")
-def attacks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "examples")
-        yield importlib.import_module("finite_precision")
-
-
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_jax_gives_the_example_away_and_certified_noise_does_not(attacks):
-    draws, models = 4 * 10**7, 120
+def test_jax_gives_the_example_away_and_certified_noise_does_not():
+    attacks, draws, models = load("finite_precision"), 4 * 10**7, 120
     old, new = (attacks.attack(certified, draws, models) for certified in (False, True))
     sigma = PLAN.noise_multiplier
 
@@ -113,8 +105,9 @@ def test_jax_gives_the_example_away_and_certified_noise_does_not(attacks):
 
 
 @pytest.mark.slow
-def test_true_delta_of_what_jax_draws(attacks):
+def test_true_delta_of_what_jax_draws():
     """The figures of `examples/guides/mechanisms.md`: ends of float32 normals, and deltas."""
+    attacks = load("finite_precision")
     drawn = attacks.all_of_jax() / np.float32(PLAN.noise_multiplier)
     assert -5.43 < drawn.min() < -5.4
     assert 5.22 < drawn.max() <= 5.2202 == attacks.LARGEST / PLAN.noise_multiplier

@@ -62,7 +62,6 @@ def test_in_a_shard_map():
 
 def test_a_wide_leaf_is_one_kernel_without_memory_beside_it():
     gradients = jnp.zeros((300, 400))
-    program = (
-        jax.jit(ALONE.update, donate_argnums=0).lower(gradients, ALONE.init(gradients)).compile()
-    )
+    update = jax.jit(ALONE.update, donate_argnums=0)
+    program = update.lower(gradients, ALONE.init(gradients)).compile()
     assert program.memory_analysis().temp_size_in_bytes < 0.1 * gradients.nbytes

@@ -9,6 +9,7 @@ from scipy import stats
 
 import eqx_dp as dp
 from eqx_dp.privacy import Sampler
+from tests.privacy.test_sampling import on_hosts
 from tests.tiers import curated
 
 KINDS = [
@@ -28,22 +29,13 @@ def plain(kind, random):
         for step in range(STEPS):
             took_part[step, random.permutation(EXAMPLES)[: kind.batch_size]] = True
         return took_part
+    cycle, prob = getattr(kind, "cycle", 1), getattr(kind, "sampling_prob", 1.0)
     for example in range(EXAMPLES):
-        place = -1
+        place = random.integers(cycle)
         for step in range(STEPS):
-            match kind:
-                case dp.sampling.Poisson(prob):
-                    is_in = random.random() < prob
-                case dp.sampling.CyclicPoisson(prob, cycle):
-                    place = random.integers(cycle) if step == 0 else place
-                    is_in = step % cycle == place and random.random() < prob
-                case dp.sampling.BallsInBins(cycle):
-                    place = random.integers(cycle) if step == 0 else place
-                    is_in = step % cycle == place
-                case dp.sampling.RandomAllocation(cycle):
-                    place = random.integers(cycle) if step % cycle == 0 else place
-                    is_in = step % cycle == place
-            took_part[step, example] = is_in
+            if isinstance(kind, dp.sampling.RandomAllocation) and step % cycle == 0:
+                place = random.integers(cycle)  # anew in each cycle
+            took_part[step, example] = step % cycle == place and random.random() < prob
     return took_part
 
 
@@ -96,10 +88,7 @@ def test_a_batch_depends_on_seed_and_step_alone(kind):
     plan = dp.PrivacyPlan(None, 12, 1.0, 1e-5, relation, sampling=kind)
     assert dp.PrivacyPlan.from_json(plan.to_json()) == plan
     for shared in (False, True):
-        parts = [
-            dataclasses.replace(whole, hosts=3, host=host, devices=2, shared=shared)
-            for host in range(3)
-        ]
+        parts = on_hosts(3, dataclasses.replace(whole, devices=2, shared=shared))
         assert len({part.capacity for part in parts}) == 1
         together = np.concatenate([part.batch(4, peek=True)[0] for part in parts])
         indices = whole.batch(4, peek=True)[0]

@@ -25,12 +25,8 @@ class Compiled(NamedTuple):
 
     program: Any
     flops: float
-    bytes_accessed: float
     temporary_bytes: int
     collectives: list[Collective]
-
-    def count(self, name):
-        return sum(collective.name == name for collective in self.collectives)
 
 
 def compiled(function, *args):
@@ -39,7 +35,6 @@ def compiled(function, *args):
     return Compiled(
         program,
         program.compiled.cost_analysis()["flops"],
-        program.compiled.cost_analysis()["bytes accessed"],
         program.compiled.memory_analysis().temp_size_in_bytes,
         collectives(program.compiled.as_text()),
     )

@@ -200,6 +200,7 @@ UNNAMED = r"P\('model',?\).*test_constraints.*rules do not name.*examples=\('dat
 NO_EXAMPLES = "spec P.*carries no examples.*'data'.*params="
 INSTEAD = "batch of one.*with_sharding_constraint instead"
 NO_EXAMPLES_THERE = "with spec.*test_constraints.*carries no examples"
+WITHOUT_RULES = r"test_constraints.*sharding=dp\.ShardingRules"
 REFUSED = {
     "an axis that the rules lack": ("auto", constrained("model"), UNNAMED),
     "time": ("auto", constrained(None, "data"), NO_EXAMPLES),
@@ -215,6 +216,8 @@ REFUSED = {
     "reshard": ("explicit", resharded(P("model")), r"batch of one.*'model'.*Rules\(examples="),
     "a backward rule": ("auto", in_a_backward_rule(), NO_EXAMPLES_THERE),
     "a parameter, then examples": ("auto", of_parameters_and_examples(True), NO_EXAMPLES),
+    "one example": ("auto", constrained("data"), "carries no examples", {"keep_batch_dim": False}),
+    "no rules": ("auto", constrained("data"), WITHOUT_RULES, {"sharding": None}),
     "length": ("auto", depends_on_the_length, "depend on the length"),
     "a collective": ("auto", under(lambda w, x: lax.pmean(x, "data")), "mixes examples"),
     "a shard_map": ("auto", with_shard_map("model"), "shard_map over the axis 'model'.*test_const"),
@@ -224,9 +227,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_moved(name):
-    kind, loss, message = REFUSED[name]
+    kind, loss, message, *options = REFUSED[name]
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        gradient(loss, MESHES[kind])
+        gradient(loss, MESHES[kind], **dict(*options))
 
 
 def test_what_is_spread_over_both_axes_with_rules_that_name_both():
@@ -235,18 +238,6 @@ def test_what_is_spread_over_both_axes_with_rules_that_name_both():
     # What is added to the loss has no parameter.
     plain = gradient(lambda w, x: jnp.sum(x @ w))
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep_batch_dim": False}, "carries no examples"),
-        ({"sharding": None}, r"test_constraints.*sharding=dp\.ShardingRules"),
-    ],
-)
-def test_an_example_axis_without_examples_or_rules(options, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        gradient(constrained("data"), MESHES["auto"], **options)
 
 
 def product(rules):

@@ -6,7 +6,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -79,24 +78,18 @@ def test_over_another_axis_each_device_gathers_and_scatters_its_own_part(kind):
 # Whole steps
 
 
-def trained(rules, steps=3, **options):
-    """The state after some steps, the step, and the next batch with its mask."""
-    optimizer, data = optax.adam(1e-2), batch_of(runs.NUM_EXAMPLES)
-    step = runs.seeded(optimizer=optimizer, loss=loss, sharding=rules, **options)
-    state, sampler = step.init(net()), step.sampler()
-    for t in range(steps + 1):
-        indices, mask = sampler.batch(t)
-        *batch, mask = step.shard_batch((*(x[indices] for x in data), mask))
-        if t < steps:
-            state = step(state, *batch, is_padding_example=mask)
-    return state, step, batch, {"is_padding_example": mask}
+DATA = batch_of(runs.NUM_EXAMPLES)
+
+
+def step_on(rules, **options):
+    return runs.seeded(loss=loss, sharding=rules, method="ghost", **options)
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_steps_are_those_of_one_device(kind):
-    options = {"method": "ghost", "microbatch_size": 2}
     rules = rules_of(kind)
-    found, expected = (trained(its, **options)[0] for its in (rules, None))
+    steps = (step_on(its, microbatch_size=2) for its in (rules, None))
+    (*_, found), (*_, expected) = (runs.states_of(step, net(), 3, DATA) for step in steps)
     for a, b in zip(*(map(runs.leaves, (found.model, expected.model))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
     spec = jax.sharding.NamedSharding(rules.mesh, P(None, "data"))
@@ -108,8 +101,8 @@ def test_steps_are_those_of_one_device(kind):
 
 def test_a_step_passes_its_checks():
     policy = dp.load_policy("mixed_bfloat16")
-    options = {"policy": policy, "method": "ghost", "microbatch_size": 1}
-    state, step, batch, mask = trained(rules_of(), 0, **options)
+    step = step_on(rules_of(), policy=policy, microbatch_size=1)
+    batch, mask = runs.batch_of(step, 0, DATA)
     for check, options in ((dp.check_precision, {"policy": policy}), (dp.check_privacy, {})):
-        report = check(step, state, *batch, **mask, **options)
+        report = check(step, step.init(net()), *batch, **mask, **options)
         assert report.ok, str(report)

@@ -1,5 +1,7 @@
 """Losses that constrain shardings, unmodified: the gradient, and what a device does for it."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,17 @@ from jax.sharding import PartitionSpec as P
 
 import eqx_dp as dp
 from tests import oracle
-from tests.sharding import losses
-from tests.sharding.losses import GPT, Says, language_loss, mesh_of
+from tests.sharding.losses import mesh_of
+from tests.test_examples import load
 from tests.tiers import curated
 
-KINDS = ["auto", "explicit"]
+example = load("sharded_loss")
+
+KINDS = {"auto": example.AUTO, "explicit": example.EXPLICIT}
+MEANS = {
+    "ghost": example.mean_of_constrained_data,
+    "per_example": example.mean_with_constrained_residual,
+}
 DATA = np.random.default_rng(0).normal(size=1024).astype(np.float32)
 MEAN = {"l2_clip_norm": np.inf, "normalize_by": 1024, "keep_batch_dim": True}
 
@@ -23,10 +31,10 @@ MEAN = {"l2_clip_norm": np.inf, "normalize_by": 1024, "keep_batch_dim": True}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("where", "method"), [("input", "ghost"), ("intermediate", "per_example")])
-def test_without_clipping_it_is_the_plain_gradient(kind, where, method):
+@pytest.mark.parametrize("method", MEANS)
+def test_without_clipping_it_is_the_plain_gradient(kind, method):
     mesh, param = mesh_of(kind, data=8), jnp.float32(0.3)
-    rules, loss = dp.ShardingRules(mesh), losses.mean_estimation(Says(kind), where)
+    rules, loss = dp.ShardingRules(mesh), functools.partial(MEANS[method], KINDS[kind])
     grad_fn = dp.filter_clipped_grad(loss, sharding=rules, method=method, **MEAN)
     plain = float(param) - DATA.astype(np.float64).mean()
     with jax.set_mesh(mesh):
@@ -47,7 +55,29 @@ def test_a_sharding_of_the_mesh_itself_without_a_mesh_in_context():
     np.testing.assert_allclose(grad_fn(jnp.float32(0.3), DATA), expected, rtol=1e-5)
 
 
-# A GPT on 4 x 2 devices: a list of layers, or layers under scan and remat.
+# The example's GPT on 4 x 2 devices: a list of layers, or layers under scan and remat.
+
+
+class Scanned(eqx.Module):
+    """In the place of a layer: some, whose arrays are stacked."""
+
+    layers: example.Block
+
+    def __call__(self, x, sharding):
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+        body = jax.checkpoint(lambda x, layer: (eqx.combine(layer, static)(x, sharding), None))
+        return jax.lax.scan(body, x, arrays)[0]
+
+
+def gpt(is_stacked):
+    """The model, and rules for its parameters."""
+    model, params = example.GPT(jax.random.key(0)), example.GPT_PARAMS
+    if is_stacked:
+        layers = eqx.filter_vmap(example.Block)(jax.random.split(jax.random.key(1)))
+        model = eqx.tree_at(lambda m: m.blocks, model, [Scanned(layers)])
+        params = [(name.replace("*", "*.layers"), P(None, *spec)) for name, spec in params]
+    return model, tuple(params)
+
 
 # Parameters that are spread over devices have one scale each.
 FLOAT8 = dp.Policy(
@@ -70,15 +100,17 @@ def test_a_gpt(name):
     """
     kind, is_stacked, options = GPTS[name]
     options = {"l2_clip_norm": 0.5, "keep_batch_dim": True} | options
-    mesh, batch = mesh_of(kind, data=4, model=2), losses.tokens(16)
-    rules, depth = losses.gpt_rules(mesh, is_stacked), 1 + is_stacked
-    free = GPT(Says("auto", constrained=False), is_stacked, depth)
-    alone = dp.filter_value_and_clipped_grad(language_loss, **options)
-    expected = eqx.filter_jit(alone)(free, *batch)
+    (model, params), mesh = gpt(is_stacked), mesh_of(kind, data=4, model=2)
+    rules, batch = dp.ShardingRules(mesh, params=params), example.make_cases()[-1].batch
+
+    def gradient(says, **its):
+        loss = functools.partial(example.next_token_loss, says)
+        return eqx.filter_jit(dp.filter_value_and_clipped_grad(loss, **options, **its))
+
+    expected = gradient(example.SILENT)(model, *batch)
     with jax.set_mesh(mesh):
-        model = rules.shard(GPT(Says(kind), is_stacked, depth))
-        on_mesh = dp.filter_value_and_clipped_grad(language_loss, sharding=rules, **options)
-        found = eqx.filter_jit(on_mesh)(model, *rules.shard_batch(batch))
+        model = rules.shard(model)
+        found = gradient(KINDS[kind], sharding=rules)(model, *rules.shard_batch(batch))
     # A sum over devices may round an operand in 8 bits the other way.
     tolerance = 1e-3 if "policy" in options else 1e-5 + oracle.room(16)
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):

@@ -52,13 +52,19 @@ def trainer(directory, step=None, data=(XS, YS), **options):
     return dp.Trainer(make() if step is None else step, data, directory=directory, **options)
 
 
-def states_of(step, model, count):
+def batch_of(step, t, data=(XS, YS)):
+    """What a step is called with behind its state."""
+    indices, mask = step.sampler().batch(t)
+    *batch, mask = step.shard_batch((*(x[indices] for x in data), mask))
+    return batch, {"is_padding_example": mask}
+
+
+def states_of(step, model, count, data=(XS, YS)):
     """The states after each of the first steps, taken without a trainer."""
-    state, sampler = step.init(model), step.sampler()
+    state = step.init(model)
     for t in range(count):
-        indices, mask = sampler.batch(t)
-        x, y, mask = step.shard_batch((XS[indices], YS[indices], mask))
-        state = step(state, x, y, is_padding_example=mask)
+        batch, mask = batch_of(step, t, data)
+        state = step(state, *batch, **mask)
         yield state
 
 

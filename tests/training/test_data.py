@@ -60,9 +60,7 @@ def expected(values, step=0, **options):
     """Rows at the places of a batch, zeros where there are none."""
     indices, mask = sampler(**options).batch(step)
     rows = np.zeros((len(indices), *values.shape[1:]), values.dtype)
-    for place, index in enumerate(indices):
-        if not mask[place]:
-            rows[place] = values[index]
+    rows[~mask] = values[indices[~mask]]
     return rows
 
 

@@ -70,17 +70,19 @@ def test_clipping_that_was_left_in_the_chain_is_told(optimizer, clips, recwarn):
         lambda seed: make(seed=seed),
         lambda seed: runs.plan_of().sampler(64, seed=seed),
         lambda seed: runs.plan_of().privatizer(GRAD_FN, key=seed),
+        lambda seed: dp.gaussian_privatizer(stddev=1.0, key=seed),
+        dp.noise_stream,
     ],
-    ids=["step", "sampler", "privatizer"],
+    ids=["step", "sampler", "privatizer", "noise", "stream"],
 )
 def test_a_small_seed_is_told(make_with):
-    for seed in (1234, 2**32 - 1, b"\x07"):
+    for seed in (0, 1234, 2**32 - 1, b"\x07", b"\xff" * 4):
         with pytest.warns(UserWarning, match="is small, and can be guessed") as caught:
             make_with(seed)
         assert "1234" not in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for seed in (secrets.token_bytes(32), secrets.randbits(128) | 2**64, None):
+        for seed in (2**32, 2**127, secrets.token_bytes(32), secrets.randbits(128) | 2**64, None):
             make_with(seed)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import eqx_dp as dp
 from eqx_dp.privacy import GaussianPrivatizerState, fold_text, key_from_secret, stream_of
+from tests.sharding.losses import mesh_of
 from tests.tiers import curated
 from tests.training import runs
 from tests.training.runs import NUM_EXAMPLES, XS, YS, assert_same, leaves, seeded, small_model
@@ -95,8 +96,7 @@ def test_a_step_uses_up_its_state_and_not_the_caller_s_model(how):
 
 def rules_of_length_one():
     """Explicit axes, one of them of length one: XLA gives such shardings other names."""
-    types = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((8, 1), ("data", "model"), axis_types=types)
+    mesh = mesh_of("explicit", data=8, model=1)
     return dp.ShardingRules(mesh, params=(("weight", jax.P(None, "model")),))
 
 
@@ -122,13 +122,12 @@ def test_a_step_is_traced_and_compiled_once(name):
     factored = optax.scale_by_factored_rms(min_dim_size_to_factor=1)
     optimizer = optax.chain(factored, optax.adamw(1e-2))
     step = seeded(loss=counting, optimizer=optimizer, sharding=rules)
-    state, sampler, seen = step.init(small_model()), step.sampler(), []
+    state, seen = step.init(small_model()), []
     where = [x.sharding for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
     for t in range(4):
-        indices, mask = sampler.batch(t)
-        x, y, mask = step.shard_batch((XS[indices], YS[indices], mask))
+        batch, mask = runs.batch_of(step, t)
         with counted_compilations() as compiled:
-            state = step(state, x, y, is_padding_example=mask)
+            state = step(state, *batch, **mask)
         seen.append((traces, len(compiled)))
     assert seen == [(seen[0][0], 1)] + [(seen[0][0], 0)] * 3
     assert where == [x.sharding for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))]

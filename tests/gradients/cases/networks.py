@@ -1,5 +1,6 @@
 """Networks and differential equations as documentation has them, written anew and small."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from equinox import nn
 from jaxtyping import Array
 
-from tests.gradients.cases.tables import Rows, Table, bent, linear, made, mlp, of_module, on_all
+from tests.gradients.cases.tables import Rows, Table, bent, of_module, on_all
 
 
 def shared_module(key: Array) -> Any:
@@ -38,12 +39,14 @@ def differential(adjoint: Any) -> Callable[..., Array]:
     return solve
 
 
-ODE = {"start": linear(2, 3), "field": mlp(3, 3, 4, 1), "end": linear(3, 2)}
+def parts(key: Array) -> dict[str, Any]:
+    field = nn.MLP(3, 3, 4, 1, activation=jnp.tanh, key=key)
+    return {"start": nn.Linear(2, 3, key=key), "field": field, "end": nn.Linear(3, 2, key=key)}
 
 
 NETWORKS: Table = {"shared": of_module(shared_module, Rows(5, (3,)), loss=use_shared)}
 EQUATIONS: Table = {
-    name: of_module(made(differential(adjoint), **ODE), (2,))
+    name: of_module(parts, (2,), loss=functools.partial(bent, differential(adjoint)))
     for name, adjoint in {
         "checkpointed": diffrax.RecursiveCheckpointAdjoint(checkpoints=2),
         "backwards": diffrax.BacksolveAdjoint(),

@@ -11,7 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from equinox import nn
 from jaxtyping import Array
 
 from tests.models import Case
@@ -131,34 +130,6 @@ def of_module(
         return Case(name, random_like(make(jax.random.key(3))), loss, drawing(*data), spec)
 
     return case
-
-
-class Parts(eqx.Module):
-    """A tree of modules by name, and what is done with them."""
-
-    parts: dict[str, Any]
-    use: Callable[..., Array] = eqx.field(static=True)
-
-    def __call__(self, *inputs: Array) -> Array:
-        return self.use(self.parts, *inputs)
-
-
-def made(use: Callable[..., Array] | None, **makers: Callable[[Array], Any]) -> Any:
-    """What makes a network of parts, each from a key of its own."""
-
-    def make(key: Array) -> Parts:
-        keys = jax.random.split(key, len(makers))
-        return Parts({n: f(k) for (n, f), k in zip(makers.items(), keys, strict=True)}, use)
-
-    return make
-
-
-def linear(*sizes: Any, **options: Any) -> Callable[[Array], nn.Linear]:
-    return lambda key: nn.Linear(*sizes, key=key, **options)
-
-
-def mlp(*sizes: Any) -> Callable[[Array], nn.MLP]:
-    return lambda key: nn.MLP(*sizes, activation=jnp.tanh, key=key)
 
 
 def on_all(layer: Any, x: Array) -> Array:
