@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from eqx_dp.checks.facts import DATA, EVEN, Fact, Reach, Row, Sum, Term
 from eqx_dp.checks.privacy_flow import SECRET
 from eqx_dp.checks.roles import MASK
-from eqx_dp.checks.streams import CALL, Key, Stream
+from eqx_dp.checks.streams import CALL, EVERY, Key, Stream
 from tests.checks.test_marked import STATE, STREAM, engine, findings, noisy, operands, walked
 
 PROVEN, PERHAPS = Fact(Reach(DATA, "", True)), Fact(Reach(DATA))
@@ -65,6 +65,8 @@ def test_doors(fact, doors):
 
 def test_what_is_random():
     key, of_key = jax.random.key(0), Fact(token=Key(4))
+    (found,), _ = of_numbers(lambda x: lax.rng_uniform(x, 2 * x, (3,)), PUBLIC)
+    assert not found.is_public
     for function, is_random in ((jax.random.bits, True), (lambda k: jnp.ones(3), False)):
         (found,), _ = walked(function, (key, of_key))
         assert (found.reach.is_random, found.is_public) == (is_random, True)
@@ -184,10 +186,10 @@ def added_in_turns(start, w, y, x, mask, times=lambda i: 1.0):
     parts = jax.tree.map(lambda a: a.reshape(2, 3, *a.shape[1:]), (y, x, mask))
 
     def turn(carry, batch):
-        total, i = carry
-        return (total + times(i) * engine()(w, *batch), i + 1), None
+        i, total = carry
+        return (i + 1, total + times(i) * engine()(w, *batch)), None
 
-    return lax.scan(turn, (start, 0), parts)[0][0]
+    return lax.scan(turn, (0, start), parts)[0][1]
 
 
 def test_a_total_is_the_sum_over_all_turns():
@@ -219,11 +221,14 @@ def test_what_a_loop_carries():
     (found, _), _ = turned((one, PUBLIC), (one, PUBLIC), turn=lambda a, b: (a, b))
     assert found.is_public
     key = KEY, Fact(token=Key(4))
-    (kept, _), record = turned(key, (one, PUBLIC), turn=lambda k, b: (k, b))
+    until = lambda k: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]), (0, k))[1]  # noqa: E731
+    (kept,), record = walked(until, key)
     assert (kept.token, [*record.uses]) == (Key(4), [])
+    (kept,), record = walked(until, (jax.random.split(KEY), Fact(token=Key(4, (EVERY,)))))
+    assert (kept.token, len(record.uses)) == (None, 1)
     for other, known in ((KEY, Fact(token=Key(5))), (jax.random.key(1), PUBLIC)):
         (found, _), record = turned(key, (other, known), turn=swapped)
-        assert found.token is None
+        assert (found.token, len(found.turns)) == (None, 1)
         assert Key(4) in {use.key for use in record.uses}
     (found,), _ = turned(key, turn=lambda k: (jax.random.fold_in(k, 1),))
     assert found.token is None

@@ -6,11 +6,16 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 import eqx_dp as dp
-from eqx_dp.checks import privacy_flow
+from eqx_dp.checks import privacy, privacy_flow
+from eqx_dp.checks.arguments import Argument
+from eqx_dp.checks.facts import ANY, DATA, Fact, Reach, Row
+from eqx_dp.checks.roles import MASK
+from eqx_dp.checks.streams import CALL, Given, Key, Stream
 from tests.checks import privacy_steps as steps
 from tests.checks.honest_steps import HONEST, UNDECIDED, with_optimizer_named
 from tests.checks.leaking_steps import LEAKING
@@ -192,7 +197,26 @@ def test_a_report_tells_everything():
     assert "disclosed, without noise: 2.mean" in str(disclosed)
 
 
+def test_facts_about_arguments():
+    """An example in each row; or a stream, a key, an array that is the same for all examples."""
+    given = lambda leaf, stream=None: Argument(("0", "x"), stream, leaf)  # noqa: E731
+    rows = Row(5, 0), Row(5, 1), None
+    for dtype, token in ((float, None), (int, ("index", "x"))):
+        assert privacy._rowwise(given(np.zeros((5, 2, 3), dtype)), False) == Fact(
+            Reach(DATA, "", True), rows, token=token
+        )
+    mask = privacy._rowwise(given(np.zeros(5, bool)), True)
+    assert (mask.token, mask.places) == (MASK, (rows[0]._replace(chosen_by=ANY),))
+    array = privacy._public(3, given(np.zeros((5, 2))))
+    assert array == Fact(places=(None, None), turns=frozenset({CALL}), token=Given(3))
+    assert privacy._public(3, given(np.zeros(2), (1, 2))) == Fact(token=Stream(1, 2))
+    key = jax.random.key(0)
+    for leaf, token in ((key, Key(3)), (key[None], None), (jax.random.key(0, impl="rbg"), None)):
+        assert privacy._public(3, given(leaf)) == Fact(places=(None,) * leaf.ndim, token=token)
+
+
 def test_a_step_without_releases():
+    assert "result the result" in str(dp.check_privacy(jnp.sum, jnp.ones(2), private=0))
     report = dp.check_privacy(lambda x: {"<b>": x.sum()}, jnp.ones(2), private=0)
     assert not report.ok
     assert "<b>" in str(report)

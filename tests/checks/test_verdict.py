@@ -67,6 +67,7 @@ LEAVING = {  # a fact about a result, its place in the next call, whether it is 
     "private and kept": (Fact(PRIVATE), KEY, False, False),
     "private and of the model": (Fact(PRIVATE), MODEL, False, True),
     "disclosed": (Fact(PRIVATE), None, True, None),
+    "disclosed, public": (Fact(), None, True, None),
     "a disclosed secret": (Fact(Reach(SECRET, "", True)), None, True, True),
     "with noise of another kind": (Fact(PRIVATE._replace(is_random=True)), None, False, False),
     "a clipped sum": (Fact(sum=Sum(())), None, False, True),
@@ -80,7 +81,7 @@ def test_a_result_that_leaves(name):
     record = record_of(released())
     record.trained = {MODEL}
     report, findings = said(record, [*stream(), Result("loss", fact, returns, is_disclosed)])
-    assert report.disclosed == (("loss",) if is_disclosed else ())
+    assert report.disclosed == (("loss",) if is_disclosed and name != "disclosed, public" else ())
     if is_decided is None:
         assert report.ok
         return
@@ -152,6 +153,11 @@ def test_steps_of_a_call(name, steps):
     assert findings == ([("noise", True, where, words)] if steps > 10 else [])
 
 
+def test_as_many_steps_as_the_plan_has():
+    all_of_it = released("a", 1e6, [("x", PLAN.steps)], ["x"])
+    assert said(record_of(all_of_it))[0].ok
+
+
 def test_noise_that_is_less_than_the_plan_has():
     less = "the noise multiplier is {}1.9, and the plan accounts for 2"
     _, findings = said(record_of(released(stddev=1.9)))
@@ -183,8 +189,9 @@ def test_what_the_plan_does_not_say():
 
 
 def test_a_plan_without_a_release():
-    (finding,) = said(record_of())[1]
-    assert finding[:3] == ("noise", False, "the step")
+    for multiplier in (PLAN.noise_multiplier, 0.5):
+        (finding,) = said(record_of(), plan=dp.PrivacyPlan(0.5, 10, multiplier, 1e-5))[1]
+        assert finding[:3] == ("noise", False, "the step")
     assert said(record_of(), plan=None)[0].ok
     assert said(record_of(), plan=dp.PrivacyPlan(0.5, 10, 0.0, 1e-5))[0].ok
     record = record_of()
@@ -204,7 +211,9 @@ def test_stacks_of_batches_beside_batches():
     assert not findings
     assert any("read as stacks of batches" in note for note in report.notes)
     record.sources["b"] = Source(1.0, frozenset(), None, "engine")
-    assert ("examples apart", False, "the step") in [one[:3] for one in said(record)[1]]
+    report, findings = said(record)
+    assert ("examples apart", False, "the step") in [one[:3] for one in findings]
+    assert any("read as stacks of batches" in note for note in report.notes)
     assert not said(record_of(released()))[0].notes
 
 
