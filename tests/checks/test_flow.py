@@ -221,7 +221,9 @@ def test_what_a_loop_carries():
     (found, _), _ = turned((one, PUBLIC), (one, PUBLIC), turn=lambda a, b: (a, b))
     assert found.is_public
     key = KEY, Fact(token=Key(4))
-    until = lambda k: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]), (0, k))[1]  # noqa: E731
+    until = lambda k: lax.while_loop(  # noqa: E731
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, checkpoint_name(c[1], "k")), (0, k)
+    )[1]
     (kept,), record = walked(until, key)
     assert (kept.token, [*record.uses]) == (Key(4), [])
     (kept,), record = walked(until, (jax.random.split(KEY), Fact(token=Key(4, (EVERY,)))))
