@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from eqx_dp.checks.facts import DATA, EVEN, Fact, Reach, Row, Sum, Term
 from eqx_dp.checks.privacy_flow import SECRET
+from eqx_dp.checks.record import is_door
 from eqx_dp.checks.roles import MASK
 from eqx_dp.checks.streams import CALL, EVERY, Key, Stream
 from tests.checks.test_marked import STATE, STREAM, engine, findings, noisy, operands, walked
@@ -63,6 +65,24 @@ def test_doors(fact, doors):
     assert "a host function or a mutable array" in found.reach.why
 
 
+def test_a_mutable_array_and_parts_of_a_sum():
+    (found,), _ = of_numbers(lambda x: jax.new_ref(x)[...], PUBLIC)
+    assert "a mutable array returns it" in found.reach.why
+    parts, _ = walked(lambda x: lax.split(x, (1, 1)), (np.ones(2), LEAF))
+    assert [fact.is_public for fact in parts] == [False, False]
+
+
+def test_doors_in_programs():
+    def kernel(ref, out):
+        out[...] = ref[...]
+
+    printing = jax.jit(lambda x: (jax.debug.print("{}", x), x)[1])
+    copied = pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8,), jnp.float32))
+    for function, is_so in ((printing, True), (jax.jit(jnp.sin), False), (copied, False)):
+        (equation,) = jax.make_jaxpr(function)(jnp.ones(8, jnp.float32)).eqns
+        assert is_door(equation) == is_so
+
+
 def test_what_is_random():
     key, of_key = jax.random.key(0), Fact(token=Key(4))
     (found,), _ = of_numbers(lambda x: lax.rng_uniform(x, 2 * x, (3,)), PUBLIC)
@@ -93,7 +113,9 @@ def test_a_sum_beside_private_data_is_none():
     assert (found.sum, found.turns) == (LEAF.sum, frozenset("t"))
     # A number keeps its value where it is spread, and not where it is added up.
     three = lambda: lax.broadcast(np.float32(3), (2,))  # noqa: E731
-    for number, expected in ((three, LEAF.sum.scaled(3.0)), (lambda: lax.cumsum(three()), None)):
+    named = lambda: checkpoint_name(three(), "three")  # noqa: E731
+    times = LEAF.sum.scaled(3.0)
+    for number, expected in ((three, times), (named, times), (lambda: lax.cumsum(three()), None)):
         (found,), _ = walked(lambda x: x * number(), (np.ones(2, np.float32), LEAF))  # noqa: B023
         assert found.sum == expected
 
@@ -152,7 +174,9 @@ SLICES = {  # a fact about what a loop goes over, and whether the parts of two t
 def test_what_a_loop_goes_over(name):
     fact, is_other = SLICES[name]
     fact, rows = fact._replace(turns=frozenset("t")), np.ones((6, 6), np.float32)
-    (last, stacked), _ = walked(lambda x: lax.scan(lambda _, r: (r, r), x[0], x), (rows, fact))
+    (last, stacked), _ = walked(
+        lambda x: lax.scan(lambda _, r: (2 * r, 2 * r), x[0], x), (rows, fact)
+    )
     assert last.reach.why == stacked.reach.why == fact.reach.why
     assert stacked.turns == frozenset("t")
     assert len(last.turns) == 2  # from turn to turn it changes in any case
@@ -172,6 +196,16 @@ def test_parts_of_masks_and_indices_are_masks_and_indices(token):
     masked = lambda x: lax.scan(lambda c, r: (c, lax.cond(r[0], lambda: 1, lambda: 0)), 0, x)[1]  # noqa: E731
     (found,), _ = walked(told if token != MASK else masked, (np.zeros((6, 6), int) > 1, fact))
     assert found.token is None
+
+
+def test_rows_of_batches_of_indices():
+    def epoch(w, y, x, indices):
+        return lax.map(lambda i: engine()(w, y[i], x[i], None), indices)
+
+    fact = Fact(PROVEN.reach, (Row(5, 0), Row(5, 1)), token=("index", "i"))
+    _, record = walked(epoch, *operands()[:3], (np.zeros((5, 5), np.int32), fact))
+    assert [*record.assumed] == ["entries of i are different rows, except those of padding"]
+    assert not record.found
 
 
 def turned(*known, turn, length=3):
@@ -225,7 +259,7 @@ def test_what_a_loop_carries():
         lambda c: c[0] < 3, lambda c: (c[0] + 1, checkpoint_name(c[1], "k")), (0, k)
     )[1]
     (kept,), record = walked(until, key)
-    assert (kept.token, [*record.uses]) == (Key(4), [])
+    assert (kept, [*record.uses]) == (Fact(token=Key(4)), [])
     (kept,), record = walked(until, (jax.random.split(KEY), Fact(token=Key(4, (EVERY,)))))
     assert (kept.token, len(record.uses)) == (None, 1)
     for other, known in ((KEY, Fact(token=Key(5))), (jax.random.key(1), PUBLIC)):

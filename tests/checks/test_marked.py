@@ -335,6 +335,13 @@ def test_noise_that_is_lost(name):
     assert ("the same in each call" in next(iter(record.found)).found) == is_decided
 
 
+def test_several_noises_of_public_values():
+    mapped = jax.vmap(noisy, (None, None, 0, 0, 0))
+    facts, record = of_noise(mapped, leaf=PUBLIC, copied=(2, 3, 4))
+    assert facts[0] == Fact(RANDOM)
+    assert not record.found
+
+
 def test_copies_of_noise_on_copies_of_a_sum():
     copies = {"function": jax.vmap(noisy), "copied": range(5)}
     facts, record = of_noise(**copies)

@@ -296,6 +296,16 @@ def test_an_array_as_long_as_the_batch_or_the_data_is_undecided(array, is_so):
     assert [one.rule for one in report.undecided] == ["examples apart"] * is_so, str(report)
 
 
+@pytest.mark.parametrize("private", [2, "batch", ("batch",)])
+def test_a_number_among_private_arguments_is_undecided(private):
+    def step(model, state, batch):
+        return honest(model, state, *batch["arrays"])
+
+    args = *ARGS[:2], {"arrays": ARGS[2:], "most": 3}
+    (finding,) = check(step, args, private).undecided
+    assert "batch.most" in finding.found
+
+
 def test_two_streams_of_one_key_are_a_violation():
     for key, is_so in ((steps.SECRET, True), (steps.SECRET + 1, False)):
         state = ARGS[1]._replace(kept=dp.noise_stream(key=key))

@@ -17,6 +17,7 @@ from eqx_dp.checks.streams import CALL, Key, Stream
 from eqx_dp.checks.sums import Release, Source
 from eqx_dp.checks.verdict import Result, report_on
 from eqx_dp.programs import Context, Loop
+from tests.checks.privacy_steps import plan_under
 
 PLAN = dp.PrivacyPlan(0.5, steps=10, noise_multiplier=2.0, delta=1e-5)
 MODEL, STREAM, KEY = 0, 1, 4  # where arguments stand
@@ -109,16 +110,10 @@ def test_results_of_one_cause_are_one_finding_and_what_follows_from_another_is_n
 
 # Releases, and the plan.
 
-ONE_OF_TWO = dp.PrivacyPlan(
-    0.5,
-    steps=10,
-    noise_multiplier=2.0,
-    delta=1e-5,
-    neighboring_relation=dp.NeighboringRelation.REPLACE_ONE,
-)
+REPLACED = plan_under(dp.NeighboringRelation.REPLACE_ONE)
 
 
-@pytest.mark.parametrize(("plan", "moved"), [(PLAN, 1), (None, 1), (ONE_OF_TWO, 2)])
+@pytest.mark.parametrize(("plan", "moved"), [(PLAN, 1), (None, 1), (REPLACED, 2)])
 def test_each_release_and_all_together(plan, moved):
     releases = released(gain=0.25), released("b", 4.0, gain=2.0)
     report, _ = said(record_of(*releases), plan=plan)
