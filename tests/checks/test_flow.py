@@ -215,13 +215,13 @@ def turned(*known, turn, length=3):
     )
 
 
-def added_in_turns(start, w, y, x, mask, times=lambda i: 1.0):
+def added_in_turns(start, w, y, x, mask, changed=lambda part, i: part):
     """The sum over two microbatches."""
     parts = jax.tree.map(lambda a: a.reshape(2, 3, *a.shape[1:]), (y, x, mask))
 
     def turn(carry, batch):
         i, total = carry
-        return (i + 1, total + times(i) * engine()(w, *batch)), None
+        return (i + 1, total + changed(engine()(w, *batch), i)), None
 
     return lax.scan(turn, (0, start), parts)[0][1]
 
@@ -234,8 +234,9 @@ def test_a_total_is_the_sum_over_all_turns():
     assert ([term.gain for term in found.sum.terms], found.sum.over) == ([1.0], None)
     (found,), _ = walked(added_in_turns, (zeros, PROVEN), *operands())
     assert (found.sum, found.reach.why) == (None, DATA)
-    for factor in (lambda i: i, lambda i: lax.select(i > 0, 1.0, 2.0)):
-        changing = functools.partial(added_in_turns, times=factor)
+    by_turn = lambda part, i: lax.cond(i > 0, lambda: part, lambda: -part)  # noqa: E731
+    for changed in (jnp.multiply, by_turn):
+        changing = functools.partial(added_in_turns, changed=changed)
         (found,), _ = walked(changing, (zeros, PUBLIC), *operands())
         assert found.sum is None
     # A whole sum is added in each turn.
