@@ -234,7 +234,7 @@ def test_a_total_is_the_sum_over_all_turns():
     assert ([term.gain for term in found.sum.terms], found.sum.over) == ([1.0], None)
     (found,), _ = walked(added_in_turns, (zeros, PROVEN), *operands())
     assert (found.sum, found.reach.why) == (None, DATA)
-    by_turn = lambda part, i: lax.cond(i > 0, lambda: part, lambda: -part)  # noqa: E731
+    by_turn = lambda part, i: lax.cond(i > 0, lambda: 2.0 * part, lambda: -2.0 * part)  # noqa: E731
     for changed in (jnp.multiply, by_turn):
         changing = functools.partial(added_in_turns, changed=changed)
         (found,), _ = walked(changing, (zeros, PUBLIC), *operands())
