@@ -37,7 +37,6 @@ from tests.checks.privacy_steps import (
     each,
     made,
     mlp,
-    params_of,
     scaled,
     step_of,
     with_noise,
@@ -259,21 +258,10 @@ STEP_OF = {
         lambda at: at.noised(at.sum(dropout_loss, key=fold_in(at.more[0], at.state.step))),
         {"batch": (*data(), jax.random.key(6))},
     ),
-    "two_losses_with_a_noise_each": (
-        lambda at: added(
-            at.noised(stddev=2**0.5 * STDDEV),
-            at.noised(at.sum(steps.absolute_error), 2**0.5 * STDDEV),
-        ),
-        {"multiplier": 2**0.5 * MULTIPLIER},
-    ),
     "key_that_is_split": lambda at: at.noised(at.sum(dropout_loss, key=at.keys[1])),
     # One example moves the sum of both by twice the bound.
     "two_losses": lambda at: at.noised(added(at.sum(), at.sum(steps.absolute_error)), 2 * STDDEV),
-    "decay_behind_the_noise": lambda at: added(at.noised(), scaled(0.1, params_of(at.model))),
-    "public_gradient_added": (
-        lambda at: at.noised(added(at.sum(), eqx.filter_grad(of_public)(at.model, *at.more))),
-        {"batch": (*data(), *data()[:2])},
-    ),
+    "decay_behind_the_noise": lambda at: added(at.noised(), scaled(0.1, steps.params_of(at.model))),
 }
 
 # The caller counts turns.
@@ -307,12 +295,8 @@ BESIDE = {
 
 
 KEEPING = {
-    "kept_model": (lambda kept, at: params_of(at.new), params_of(mlp())),
+    "kept_model": (lambda kept, at: steps.params_of(at.new), steps.params_of(mlp())),
     "kept_counter": (lambda kept, at: kept + 1, jnp.zeros((), int)),
-    "average_of_parameters": (
-        lambda kept, at: added(scaled(0.9, kept), scaled(0.1, params_of(at.new))),
-        params_of(mlp()),
-    ),
 }
 
 

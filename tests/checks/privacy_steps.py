@@ -223,12 +223,6 @@ def first_state(model=None, optimizer=OPTIMIZER, kept=None):
     return State(optimizer.init(params), stream, jax.random.key(3), step, kept)
 
 
-def next_key(state):
-    """A key for this step, and the state that carries the key for the next one."""
-    carried, key = split(state.key)
-    return key, state._replace(key=carried)
-
-
 def updated(model, state, noisy, optimizer=OPTIMIZER):
     """The next model and state, from a noisy gradient."""
     updates, opt = optimizer.update(noisy, state.opt, params_of(model))
@@ -421,26 +415,24 @@ def keeping(kept_of, first, **named):
     return by_hand(step, state=first_state(kept=first), **named)
 
 
-def chained(*behind, loss=squared_error, plan=PLAN, model=None, takes_key=False, **options):
+def chained(*behind, loss=squared_error, plan=PLAN, **options):
     """The optimizer is a chain: the plan's noise, and what stands behind it."""
     grad_fn = clipped(loss, **options)
     optimizer = optax.chain(plan.privatizer(grad_fn, key=SECRET), *(behind or [OPTIMIZER]))
-    return with_optimizer(optimizer, grad_fn, model, takes_key, plan=plan)
+    return with_optimizer(optimizer, grad_fn, plan=plan)
 
 
-def with_optimizer(optimizer, grad_fn=None, model=None, takes_key=False, **named):
+def with_optimizer(optimizer, grad_fn=None, **named):
     """The optimizer holds the noise, wherever in it."""
     grad_fn = clipped() if grad_fn is None else grad_fn
-    model = mlp() if model is None else model
 
     def step(model, state, x, y, mask):
-        key, state = next_key(state) if takes_key else (None, state)
-        grads = grad_fn(model, x, y, key=key, is_padding_example=mask)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
         updates, opt = optimizer.update(grads, state.opt, grad_fn.trainable(model))
         return eqx.apply_updates(model, updates), state._replace(opt=opt, step=state.step + 1)
 
-    state = first_state()._replace(opt=optimizer.init(grad_fn.trainable(model)))
-    return by_hand(step, model=model, state=state, **named)
+    state = first_state()._replace(opt=optimizer.init(grad_fn.trainable(mlp())))
+    return by_hand(step, state=state, **named)
 
 
 def epoch_by(noisy_of, count=3, **named):
@@ -462,28 +454,23 @@ def epoch_by(noisy_of, count=3, **named):
     return by_hand(epoch, model=params, state=first_state(params), batch=batch, **named)
 
 
-def noised_after(params, state, result, stddev=STDDEV):
-    noise = Noise(state.stream)
-    noisy = with_noise(result, noise, stddev)
-    return updated(params, state._replace(stream=noise.state), noisy)
-
-
-def over_devices(part, stddev=STDDEV, batch="data", finish=None):
-    """`part(at)` on each of eight devices by shard_map, with examples spread or not; then noise."""
+def over_devices(part, stddev=STDDEV):
+    """`part(at)` on each of eight devices by shard_map, with examples spread; then noise."""
     params, static = eqx.partition(mlp(), eqx.is_array)
-    finish = functools.partial(noised_after, stddev=stddev) if finish is None else finish
 
-    def of_a_device(params, stream, *batch):
-        return part(At(eqx.combine(params, static), None, *batch, noise=Noise(stream)))
+    def of_a_device(params, *batch):
+        return part(At(eqx.combine(params, static), None, *batch))
 
     # Unchecked, a gradient stays on its device.
-    specs = P(), P(), *[P(batch)] * 3
+    specs = P(), *[P("data")] * 3
     mesh = mesh_of("auto", data=8)
     options = {"in_specs": specs, "out_specs": P(), "check_vma": False}
     mapped = jax.shard_map(of_a_device, mesh=mesh, **options)
 
     def step(params, state, *batch):
-        return finish(params, state, mapped(params, state.stream, *batch))
+        noise = Noise(state.stream)
+        noisy = with_noise(mapped(params, *batch), noise, stddev)
+        return updated(params, state._replace(stream=noise.state), noisy)
 
     return by_hand(step, model=params, state=first_state(params))
 
