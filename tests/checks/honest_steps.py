@@ -48,7 +48,6 @@ MULTIPLIER = PLAN.noise_multiplier
 REPLACE_ONE = steps.plan_under(NeighboringRelation.REPLACE_ONE)
 REPLACE_SPECIAL = steps.plan_under(NeighboringRelation.REPLACE_SPECIAL)
 EVERY_EXAMPLE = steps.plan_under(NeighboringRelation.ADD_OR_REMOVE_ONE, sampling_prob=1.0)
-MULTI_STEPS = optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
 PRESETS = sorted({*dp.available_policies()} - {"float64"})
 METHODS = ("book_keeping", "ghost", "per_example")
 SECRET_KEY = jax.random.key(3)
@@ -121,9 +120,6 @@ MADE = {
     "frozen_layers": lambda: of_case(models.frozen_mlp()),
     "convolutions": lambda: of_case(models.cnn()),
     "transformer": lambda: of_case(models.gpt()),
-    "prodigy": lambda: made(optimizer=optax.contrib.prodigy(1.0)),
-    "multi_steps": lambda: made(optimizer=MULTI_STEPS),
-    "skips_what_is_not_finite": lambda: made(optimizer=optax.apply_if_finite(steps.OPTIMIZER, 2)),
     "auto_axes": lambda: sharded("auto"),
     "explicit_axes": lambda: sharded("explicit"),
     "replace_one": lambda: made(plan=REPLACE_ONE),
@@ -174,7 +170,6 @@ CHAINS = {
     "replace_one": lambda: chained(plan=REPLACE_ONE),
     "mixed_bfloat16": lambda: chained(policy=dp.load_policy("mixed_bfloat16")),
     "loss_scale": lambda: chained(policy=STATIC_SCALE),
-    "multi_steps": lambda: chained(MULTI_STEPS),
     "multi_transform": lambda: chained(
         optax.multi_transform({"matrix": optax.adam(1e-2), "vector": optax.sgd(0.1)}, kinds)
     ),
@@ -226,10 +221,6 @@ def under_jit_and_remat(grads, noise):
 
     noisy, noise.state = drawn(grads, noise.state)
     return noisy
-
-
-def of_public(model, x, y):
-    return jnp.mean(jax.vmap(steps.squared_error, (None, 0, 0))(model, x, y))
 
 
 NOISED_BY = {
@@ -284,7 +275,7 @@ BESIDE = {
     "nothing": lambda at: (),
     "norm_of_the_noisy_gradient": lambda at: optax.tree.norm(at.noisy),
     "rate_and_step": lambda at: (RATE(at.state.step), at.state.step),
-    "loss_of_public_data": lambda at: of_public(at.new, *PUBLIC),
+    "loss_of_public_data": lambda at: At(at.new, None, *PUBLIC, None).losses().mean(),
     "clipped_gradient_of_public_data": lambda at: clipped()(at.new, *PUBLIC),
     "numbers_of_a_fresh_key": lambda at: bits(at.keys[0], (4,)),
     "disclosed_loss": (
@@ -372,18 +363,10 @@ ROWS = {
 # More of what users write.
 
 
-def accumulated(parts_of):
+def accumulated(at, parts_of=steps.in_order):
     """Clipped sums of microbatches, added up in a scan."""
-
-    def noisy(at):
-        parts = jax.tree.map(parts_of, (at.x, at.y, at.mask))
-
-        def turn(total, part):
-            return added(total, At(at.model, at.state, *part).sum()), None
-
-        return at.noised(lax.scan(turn, steps.zero_sums(), parts)[0])
-
-    return step_of(noisy)
+    turn = lambda total, part: added(total, part.sum())  # noqa: E731
+    return at.noised(at.over_microbatches(turn, steps.zero_sums(), parts_of))
 
 
 def of_fixed_size():
@@ -434,11 +417,13 @@ def noise_of(i):
     return dp.gaussian_privatizer(stddev=STDDEV * math.sqrt(2), key=SECRET + i)
 
 
+def strided(a):
+    return jnp.swapaxes(a.reshape(2, 4, *a.shape[1:]), 0, 1)
+
+
 MORE = {
-    "accumulated": lambda: accumulated(lambda a: a.reshape(4, 2, *a.shape[1:])),
-    "accumulated_with_strides": lambda: accumulated(
-        lambda a: jnp.swapaxes(a.reshape(2, 4, *a.shape[1:]), 0, 1)
-    ),
+    "accumulated": lambda: step_of(accumulated),
+    "accumulated_with_strides": lambda: step_of(lambda at: accumulated(at, strided)),
     "fixed_size": of_fixed_size,
     "with_unlabelled": with_unlabelled,
     "of_users": of_users,

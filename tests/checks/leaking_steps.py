@@ -68,13 +68,6 @@ BESIDE = {
     "loss_of_closed_over": lambda at: At(at.new, None, XS, YS, MASK).losses().mean(),
     # Columns that are equal do not make rows equal.
     "equal_columns_of_closed_over": lambda at: jnp.asarray(COLUMNS).mean(),
-    # A loop begins with the stream's counter, and goes on with data.
-    "data_in_place_of_a_counter": lambda at: lax.scan(
-        lambda count, _: (lax.bitcast_convert_type(at.x.sum(), jnp.uint32), count),
-        at.state.stream.counter[0],
-        None,
-        2,
-    )[1],
     "stream_in_metrics": lambda at: {"stream": at.noise.state},
     "state_in_metrics": lambda at: {"1": at.state._replace(stream=at.noise.state)},
     "children_of_the_stream": lambda at: split(at.noise.state.key),
@@ -195,21 +188,6 @@ def batch_closed_over(at):
     return at.noised(at.sum(lambda m, x, y: squared_error(m, x, y - center)))
 
 
-def microbatches(at):
-    return leafwise(lambda a: a.reshape(4, -1, *a.shape[1:]), (at.x, at.y, at.mask))
-
-
-def accumulated(at, add):
-    """`add(total, grads, i)` of chunks of a batch, in a scan; noise on what comes out."""
-
-    def turn(total, i_and_part):
-        i, part = i_and_part
-        grads = At(at.model, at.state, *part).sum()
-        return jax.tree.map(lambda t, g: add(t, g, i), total, grads), None
-
-    return at.noised(lax.scan(turn, zero_sums(), (jnp.arange(4), microbatches(at)))[0])
-
-
 def skipped(at, is_skipped):
     noisy = at.noised()
     return lax.cond(is_skipped, zero_sums, lambda: noisy)
@@ -322,10 +300,6 @@ def noise(at, stddev=STDDEV):
     return steps.noise_alone(zero_sums(), at.noise, stddev)
 
 
-def of_batch(model, x, y):
-    return jax.vmap(squared_error, (None, 0, 0))(model, x, y).mean()
-
-
 def moved_sum(at, by):
     """The gradient is clipped and noised, but at a model that private data has moved."""
     return at.sum(model=eqx.apply_updates(at.model, by))
@@ -366,7 +340,9 @@ NOISED = {
     ),
     "adam_before_the_noise": lambda at: at.noised(OPTIMIZER.update(at.sum(), at.state.opt)[0]),
     "inner_step_without_noise": lambda at: at.noised(moved_sum(at, scaled(-0.1, at.sum()))),
-    "ordinary_gradient": lambda at: at.noised(eqx.filter_grad(of_batch)(at.model, at.x, at.y)),
+    "ordinary_gradient": lambda at: at.noised(
+        eqx.filter_grad(lambda m: at.losses(m).mean())(at.model)
+    ),
     # The gradient at a model that holds the noise moves with it.
     "noise_in_the_model": lambda at: (lambda n: added(moved_sum(at, n), n))(noise(at)),
     # A release of little noise is added to the sum.
@@ -504,11 +480,8 @@ LOOKED_UP = {
 
 def two_totals(at, turn):
     """A scan over microbatches carries two totals; a turn gives the next two."""
-
-    def step(totals, part):
-        return turn(*totals, At(at.model, at.state, *part).sum()), None
-
-    return lax.scan(step, (zero_sums(), zero_sums()), microbatches(at))[0]
+    step = lambda totals, part: turn(*totals, part.sum())  # noqa: E731
+    return at.over_microbatches(step, (zero_sums(), zero_sums()))
 
 
 def prefix_sums(one, two, part):
@@ -520,10 +493,10 @@ def one_by_one(at, changed, start):
     """A scan over microbatches: `changed(microbatch, carried)` gives both as they are used."""
 
     def turn(carry, part):
-        part, carried = changed(At(at.model, at.state, *part), carry[1])
-        return (added(carry[0], part.sum()), carried), None
+        part, carried = changed(part, carry[1])
+        return added(carry[0], part.sum()), carried
 
-    return at.noised(lax.scan(turn, (zero_sums(), start), microbatches(at))[0][0])
+    return at.noised(at.over_microbatches(turn, (zero_sums(), start))[0])
 
 
 def with_another_weight(part, key):
@@ -539,6 +512,15 @@ def left_out_by_a_mutable_array(at):
         return part.use(mask=part.mask | (count[...] > 2)), 0
 
     return one_by_one(at, changed, 0)
+
+
+def sign_by_the_turn(at):
+    def turn(carry, part):
+        total, i = carry
+        signed = lambda g: lax.cond(i > 1, lambda g: 1.0 * g, lambda g: -1.0 * g, g)  # noqa: E731
+        return added(total, leafwise(signed, part.sum())), i + 1
+
+    return at.noised(at.over_microbatches(turn, (zero_sums(), 0))[0])
 
 
 def handed_on_after_a_draw(at):
@@ -583,9 +565,7 @@ def models_with_one_stream():
 LOOPS = {
     "every_second_row": lambda at: at.noised(at.rows(slice(0, None, 2)).sum()),
     "left_out_by_a_mutable_array": left_out_by_a_mutable_array,
-    "sign_by_the_turn": lambda at: accumulated(
-        at, lambda t, g, i: t + lax.cond(i > 1, lambda g: 1.0 * g, lambda g: -1.0 * g, g)
-    ),
+    "sign_by_the_turn": sign_by_the_turn,
     "handed_on_after_a_draw": handed_on_after_a_draw,
     "total_before_the_last_microbatch": lambda at: (
         at.noised(),

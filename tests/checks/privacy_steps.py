@@ -229,6 +229,11 @@ def updated(model, state, noisy, optimizer=OPTIMIZER):
     return eqx.apply_updates(model, updates), state._replace(opt=opt, step=state.step + 1)
 
 
+def in_order(leaf):
+    """Four microbatches, one after the other."""
+    return leaf.reshape(4, -1, *leaf.shape[1:])
+
+
 class At(NamedTuple):
     """What is at hand in a step: its arguments, its noise, and keys for this call alone.
 
@@ -271,6 +276,12 @@ class At(NamedTuple):
     def times(self, weights):
         """The same with inputs times a number for each slot."""
         return self._replace(x=self.x * weights[:, None])
+
+    def over_microbatches(self, turn, start, parts_of=in_order):
+        """The last carry of a scan; `turn(carry, microbatch)` gives the next one."""
+        parts = jax.tree.map(parts_of, (self.x, self.y, self.mask))
+        step = lambda carry, part: (turn(carry, At(self.model, self.state, *part)), None)  # noqa: E731
+        return jax.lax.scan(step, start, parts)[0]
 
     def losses(self, model=None):
         model = self.model if model is None else model
