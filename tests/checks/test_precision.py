@@ -16,11 +16,10 @@ import eqx_dp as dp
 from tests import models
 from tests.gradients.cases import layers
 from tests.sharding.losses import mesh_of
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
 FLOAT8, MIXED, WIDE = map(dp.load_policy, ("mixed_float8", "mixed_bfloat16", "float32"))
 BF16, F32, E4 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
-METHODS = ["per_example", "book_keeping", "ghost"]
 
 
 def training_step(case, policy=MIXED, *, loss=None, between=None, noise=None, **options):

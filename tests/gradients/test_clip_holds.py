@@ -15,11 +15,10 @@ from jax import lax
 
 import eqx_dp as dp
 from tests import models, oracle
-from tests.tiers import by_method
+from tests.tiers import METHODS, by_method
 
 pytestmark = pytest.mark.optimized
 
-METHODS = ["per_example", "book_keeping", "ghost"]
 SIZE = 4
 
 

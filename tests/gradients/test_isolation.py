@@ -18,9 +18,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import eqx_dp as dp
 from tests.sharding.losses import mesh_of
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
-METHODS = ["per_example", "book_keeping", "ghost"]
 PARAMS = jnp.asarray([1.0, -0.5, 2.0])
 EXAMPLES = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32)
 refused = functools.partial(pytest.raises, ValueError)

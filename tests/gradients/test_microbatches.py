@@ -15,7 +15,7 @@ from eqx_dp.gradients.microbatches import over_microbatches
 from tests import models, oracle
 from tests.gradients import jitted
 from tests.sharding.losses import mesh_of
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
 NUM = 10
 MASKS = {
@@ -28,7 +28,6 @@ MASKS = {
     "all": list(range(NUM)),
 }
 SIZES = [1, 3, None]
-METHODS = ["per_example", "book_keeping", "ghost"]
 
 
 def padding_of(real):

@@ -8,7 +8,7 @@ import pytest
 
 import eqx_dp as dp
 from tests import models, oracle
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
 CASE = models.linear_regression()
 BATCH = CASE.batch(5)
@@ -83,9 +83,7 @@ def test_inside_scan(clip_norm):
     assert oracle.relative_error(final, model) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "method", curated(["per_example", "book_keeping", "ghost"], ["book_keeping", "ghost"])
-)
+@pytest.mark.parametrize("method", curated(METHODS, ["book_keeping", "ghost"]))
 def test_forward_mode(method):
     """How the sum changes with the model, which a search for settings may ask for."""
 

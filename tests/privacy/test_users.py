@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 import eqx_dp as dp
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
 OWNERS = np.array([2, 0, 2, 4, 2, 2, 0, 2, 4])
 USERS = dp.Users(OWNERS, 2)
@@ -99,9 +99,7 @@ HOSTILE = {
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    "method", curated(["per_example", "book_keeping", "ghost"], ["book_keeping"])
-)
+@pytest.mark.parametrize("method", curated(METHODS, ["book_keeping"]))
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_user_moves_the_sum_by_at_most_the_norm_bound(kind, method):
     """In exact arithmetic: users with 2, 40 and 4 rows."""
