@@ -4,7 +4,6 @@ They are written from the definition of differential privacy, and know nothing o
 checked.
 """
 
-import dataclasses
 import math
 
 import diffrax
@@ -137,10 +136,7 @@ MADE = {
 def groups():
     """The plan's noise for all numbers, drawn by two optimizers, each for its own parameters."""
     optimizers = {"matrix": steps.OPTIMIZER, "vector": optax.sgd(1)}
-    parts = {
-        kind: optax.chain(PLAN.privatizer(clipped(), key=SECRET), optimizer)
-        for kind, optimizer in optimizers.items()
-    }
+    parts = {kind: optax.chain(steps.NOISE, its) for kind, its in optimizers.items()}
     return steps.with_optimizer(optax.multi_transform(parts, kinds))
 
 
@@ -163,21 +159,16 @@ def loss_with_a_branch(model, x, y):
     return lax.cond(x[0] > 0, lambda e: jnp.sum(e * e), lambda e: jnp.sum(jnp.abs(e)), error)
 
 
-STATIC_SCALE = dataclasses.replace(
-    dp.load_policy("mixed_float16"), loss_scale=dp.LossScale("static", 1024)
-)
 CHAINS = {
     "replace_one": lambda: chained(plan=REPLACE_ONE),
     "mixed_bfloat16": lambda: chained(policy=dp.load_policy("mixed_bfloat16")),
-    "loss_scale": lambda: chained(policy=STATIC_SCALE),
+    "loss_scale": lambda: chained(policy=dp.load_policy("mixed_float16")),
     "multi_transform": lambda: chained(
         optax.multi_transform({"matrix": optax.adam(1e-2), "vector": optax.sgd(0.1)}, kinds)
     ),
     "noise_inside_of_groups": groups,
     "schedule_free": lambda: steps.with_optimizer(
-        optax.contrib.schedule_free(
-            optax.chain(PLAN.privatizer(clipped(), key=SECRET), optax.sgd(0.1)), 0.1
-        )
+        optax.contrib.schedule_free(optax.chain(steps.NOISE, optax.sgd(0.1)), 0.1)
     ),
     "frozen_layers": lambda: chained(filter_spec=last_layer(mlp())),
     "clip_norms_of_layers": lambda: chained(l2_clip_norm=steps.clip_norms_by_layer(mlp())),

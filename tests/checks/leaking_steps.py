@@ -19,6 +19,7 @@ import eqx_dp as dp
 from tests.checks import privacy_steps as steps
 from tests.checks.honest_steps import REPLACE_ONE, ensemble
 from tests.checks.privacy_steps import (
+    NOISE,
     OPTIMIZER,
     PLAN,
     SECRET,
@@ -208,8 +209,6 @@ STEPS = {
 
 
 # Optimizers that hold the noise.
-
-NOISE = PLAN.privatizer(clipped(), key=SECRET)
 
 
 def is_matrix(params):
@@ -452,9 +451,8 @@ def of_a_batch(divided, batch):
     """A batch that is one argument; `divided(noisy, batch)` is released."""
 
     def step(model, state, batch):
-        at, state = steps.at_hand(
-            model, state, batch["x"], jnp.zeros((SLOTS, steps.CLASSES)), batch["mask"]
-        )
+        y = jnp.zeros((SLOTS, steps.CLASSES))
+        at, state = steps.at_hand(model, state, batch["x"], y, batch["mask"])
         noisy = divided(at.noised(), batch)
         return steps.updated(model, state._replace(stream=at.noise.state), noisy)
 
@@ -463,13 +461,10 @@ def of_a_batch(divided, batch):
 
 def data_set_closed_over():
     """All rows are constants; the sampler says how many there are."""
-    everything = (
-        np.random.default_rng(0).normal(size=(steps.NUM_EXAMPLES, WIDTH)).astype(np.float32)
-    )
+    rows = np.random.default_rng(0).normal(size=(steps.NUM_EXAMPLES, WIDTH)).astype(np.float32)
     sampler = PLAN.sampler(steps.NUM_EXAMPLES, seed=1)
-    return prepared_by(
-        lambda at: at.use(x=at.x - jnp.mean(everything, 0)), more={"sampler": sampler}
-    )
+    centered = lambda at: at.use(x=at.x - jnp.mean(rows, 0))  # noqa: E731
+    return prepared_by(centered, more={"sampler": sampler})
 
 
 LOOKED_UP = {

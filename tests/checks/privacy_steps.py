@@ -152,6 +152,10 @@ def clipped(loss=squared_error, **options):
     return dp.filter_clipped_grad(loss, **options)
 
 
+NOISE = PLAN.privatizer(clipped(), key=SECRET)
+"""The plan's noise, as an optimizer."""
+
+
 class Noise:
     """A stream of noise within a step, and a key for noise by hand; each draw moves it on."""
 
