@@ -75,9 +75,8 @@ def test_inside_scan(clip_norm):
     final, losses = descend(CASE.model, batches)
     model = jax.tree.map(np.asarray, CASE.model)
     for s in range(4):
-        truth = oracle.clipped_gradients(
-            CASE.loss, model, *CASE.batch(3, s), l2_clip_norm=clip_norm
-        )
+        batch = CASE.batch(3, s)
+        truth = oracle.clipped_gradients(CASE.loss, model, *batch, l2_clip_norm=clip_norm)
         assert oracle.relative_error(losses[s], truth.loss) < 1e-5
         model = jax.tree.map(lambda w, g: w - 0.1 * g, model, truth.grads)
     assert oracle.relative_error(final, model) < 1e-5
