@@ -52,13 +52,12 @@ METHODS = ("book_keeping", "ghost", "per_example")
 SECRET_KEY = jax.random.key(3)
 
 
+def is_matrix(leaf):
+    return eqx.is_inexact_array(leaf) and leaf.ndim > 1
+
+
 def kinds(params):
-    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params)
-
-
-def last_layer(model):
-    spec = jax.tree.map(lambda _: False, model)
-    return eqx.tree_at(lambda m: m.layers[-1].weight, spec, True)
+    return jax.tree.map(lambda leaf: "matrix" if is_matrix(leaf) else "vector", params)
 
 
 # make_step in its forms, and of models that were not written for this library.
@@ -170,7 +169,7 @@ CHAINS = {
     "schedule_free": lambda: steps.with_optimizer(
         optax.contrib.schedule_free(optax.chain(steps.NOISE, optax.sgd(0.1)), 0.1)
     ),
-    "frozen_layers": lambda: chained(filter_spec=last_layer(mlp())),
+    "frozen_vectors": lambda: chained(filter_spec=is_matrix),
     "clip_norms_of_layers": lambda: chained(l2_clip_norm=steps.clip_norms_by_layer(mlp())),
     "noise_that_is_kept": steps.with_kept_noise,
     "loop_over_one_example": lambda: chained(loss=loss_with_a_loop, method="per_example"),
@@ -253,9 +252,7 @@ WITH_A_NUMBER = {
     ),
 }
 
-EPOCHS = {
-    "epoch": At.noised,
-}
+EPOCHS = {"epoch": At.noised}
 
 
 # What is shown or kept beside a step.
@@ -293,11 +290,9 @@ def gathered():
     """From the whole data set on the device, by the sampler's indices: -1 is padding."""
     x, y, mask = (jnp.concatenate([leaf, leaf]) for leaf in data())
     index = jnp.where(mask[:SLOTS], -1, jnp.arange(SLOTS))
-    return steps.prepared_by(
-        lambda at: at.use(x=at.x[at.mask], y=jnp.take(at.y, at.mask, axis=0), mask=at.more[0]),
-        batch=(x, y, index, index < 0),
-        private=(2, 3, 4, 5),
-    )
+    tables = {"batch": (x, y, index, index < 0), "private": (2, 3, 4, 5)}
+    rows = lambda at: {"x": at.x[at.mask], "y": jnp.take(at.y, at.mask, axis=0)}  # noqa: E731
+    return steps.prepared_by(lambda at: at.use(mask=at.more[0], **rows(at)), **tables)
 
 
 def scanned_indices():
@@ -343,13 +338,6 @@ PREPARED = {
     "padding_zeroed": lambda at: at.use(x=jnp.where(at.mask[:, None], 0.0, at.x)),
     "mask_chosen": lambda at: at.use(mask=jnp.where(jnp.any(at.x > 9, axis=1), True, at.mask)),
 }
-
-ROWS = {
-    "gathered": gathered,
-    "scanned_indices": scanned_indices,
-    "rules_and_the_plan": rules_and_the_plan,
-}
-
 
 # More of what users write.
 
@@ -413,6 +401,9 @@ def strided(a):
 
 
 MORE = {
+    "gathered": gathered,
+    "scanned_indices": scanned_indices,
+    "rules_and_the_plan": rules_and_the_plan,
     "accumulated": lambda: step_of(accumulated),
     "accumulated_with_strides": lambda: step_of(lambda at: accumulated(at, strided)),
     "fixed_size": of_fixed_size,
@@ -433,7 +424,6 @@ HONEST = steps.cases(
     (steps.beside, BESIDE),
     (steps.keeping, KEEPING),
     (steps.prepared_by, PREPARED),
-    (each, ROWS),
     (each, MORE),
 )
 
@@ -456,9 +446,7 @@ BY_ROWS = {
     "times_of_a_diffusion": lambda at: at.times(uniform(at.keys[1], (SLOTS,))),
 }
 
-OVER_DEVICES = {
-    "sum_of_devices": lambda at: steps.psum(at.sum()),
-}
+OVER_DEVICES = {"sum_of_devices": lambda at: steps.psum(at.sum())}
 
 # Noise by hand: dp.add_noise is what the check knows.
 BY_NORMALS = {

@@ -17,7 +17,7 @@ from jax.random import fold_in, key_data, normal, split, uniform
 
 import eqx_dp as dp
 from tests.checks import privacy_steps as steps
-from tests.checks.honest_steps import REPLACE_ONE, ensemble
+from tests.checks.honest_steps import REPLACE_ONE, ensemble, is_matrix
 from tests.checks.privacy_steps import (
     NOISE,
     OPTIMIZER,
@@ -211,14 +211,11 @@ STEPS = {
 # Optimizers that hold the noise.
 
 
-def is_matrix(params):
-    return leafwise(lambda a: a.ndim > 1, params)
-
-
+MATRICES = leafwise(is_matrix, steps.params_of(steps.mlp()))
 OPTIMIZERS = {
     # The variance of `optax.add_noise` falls with the number of steps.
     "noise_of_optax": optax.chain(optax.add_noise(STDDEV**2, 0.55, jax.random.key(0)), OPTIMIZER),
-    "noise_on_matrices_alone": optax.chain(optax.masked(NOISE, is_matrix), OPTIMIZER),
+    "noise_on_matrices_alone": optax.chain(optax.masked(NOISE, MATRICES), OPTIMIZER),
     "behind_a_check_that_skips": optax.apply_if_finite(optax.chain(NOISE, OPTIMIZER), 3),
     "for_a_sum_that_is_not_divided": (optax.chain(NOISE, OPTIMIZER), clipped(normalize_by=1.0)),
     "multi_steps_before_the_noise": optax.MultiSteps(

@@ -6,7 +6,6 @@ a step from what differs: `noised_by(lambda grads, key: ...)`, `step_of(lambda a
 """
 
 import functools
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -45,7 +44,7 @@ class Case(NamedTuple):
     private: Any
     plan: dp.PrivacyPlan | None
     noise_multiplier: float
-    more: Any = MappingProxyType({})
+    more: Any = ()
 
 
 def report_on(case):
@@ -306,15 +305,7 @@ def made(loss=squared_error, optimizer=OPTIMIZER, *, plan=PLAN, model=None, batc
 
 
 def by_hand(
-    step,
-    *,
-    model=None,
-    state=None,
-    batch=None,
-    private=(2, 3, 4),
-    plan=PLAN,
-    multiplier=None,
-    more=MappingProxyType({}),
+    step, model=None, state=None, batch=None, private=(2, 3, 4), plan=PLAN, multiplier=None, more=()
 ):
     """A case of `step(model, state, *batch)`, compiled."""
     state = first_state(model) if state is None else state
