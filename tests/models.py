@@ -20,9 +20,8 @@ def normal(key: Array, shape: tuple[int, ...]) -> Array:
     """Parameters, by NumPy: a program for each shape compiles for a second. In `vmap`, by JAX."""
     if isinstance(key, jax.core.Tracer):
         return jax.random.normal(key, shape)
-    return jnp.asarray(
-        np.random.default_rng(np.asarray(jax.random.key_data(key))).normal(size=shape), "f4"
-    )
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    return jnp.asarray(rng.normal(size=shape), "f4")
 
 
 class Case(NamedTuple):
@@ -94,9 +93,8 @@ def frozen_mlp() -> Case:
     """Only the last layer, and the first one's bias, are trained."""
     case = mlp()
     spec = jax.tree.map(lambda _: False, case.model)
-    spec = eqx.tree_at(
-        lambda m: (m.layers[0].bias, m.layers[-1].weight, m.layers[-1].bias), spec, (True,) * 3
-    )
+    trained = lambda m: (m.layers[0].bias, m.layers[-1].weight, m.layers[-1].bias)  # noqa: E731
+    spec = eqx.tree_at(trained, spec, (True,) * 3)
     return case._replace(name="frozen_mlp", filter_spec=spec)
 
 

@@ -155,20 +155,16 @@ def _groups(l2_clip_norm: Tree, trained: Tree) -> list[tuple[float, list[int]]]:
 
 def _norm_tree(l2_clip_norm: Tree, norms: list[list[float]]) -> Tree:
     columns = iter(np.array(norms).T if norms else ())
-    return jax.tree.map(
-        lambda node: next(columns, np.zeros(0)) if _is_number(node) else None,
-        l2_clip_norm,
-        is_leaf=_is_none,
-    )
+    column = lambda node: next(columns, np.zeros(0)) if _is_number(node) else None  # noqa: E731
+    return jax.tree.map(column, l2_clip_norm, is_leaf=_is_none)
 
 
 def _partition(model: Tree, filter_spec: FilterSpec) -> tuple[Tree, Tree]:
     """As `eqx.partition`, but that a function of a leaf selects nothing of a State."""
     if jax.tree_util.all_leaves([filter_spec]) and callable(filter_spec):  # a tree may be, too
         function = filter_spec
-        filter_spec = jax.tree.map(
-            lambda node: False if _is_state(node) else function(node), model, is_leaf=_is_state
-        )
+        selects = lambda node: not _is_state(node) and function(node)  # noqa: E731
+        filter_spec = jax.tree.map(selects, model, is_leaf=_is_state)
     return eqx.partition(model, filter_spec)
 
 

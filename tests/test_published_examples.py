@@ -77,12 +77,8 @@ def test_all_steps_of_a_recipe_together_spend_its_epsilon(folder, monkeypatch):
 
     monkeypatch.setattr(dp.Trainer, "run", run)
     images, labels, test, test_labels = mnist.load_images(folder)
-    recipe = mnist.RECIPES["ours"]._replace(
-        views=lambda x: x.reshape(len(x), 1, -1)[:, :, 200:216] / 256 + 0.01,
-        batch=64,
-        epochs=2,
-        looks=100,
-    )
+    views = lambda x: x.reshape(len(x), 1, -1)[:, :, 200:216] / 256 + 0.01  # noqa: E731
+    recipe = mnist.RECIPES["ours"]._replace(views=views, batch=64, epochs=2, looks=100)
     data = [recipe.views(images), labels, recipe.views(test), test_labels]
     mnist.train(recipe, data, 2.0, 0)
     looks, training = taken
@@ -138,10 +134,7 @@ def test_an_encoder_is_fine_tuned_and_saved_with_its_statement(tmp_path, monkeyp
     sizes = {"VOCABULARY": 50, "POSITIONS": 9, "WIDTH": 24, "INNER": 32, "DEPTH": 2}
     for name, size in sizes.items():
         monkeypatch.setattr(minilm, name, size)
-    encoder = jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x,
-        minilm.Encoder(jax.random.key(0)),
-    )
+    encoder = dp.load_policy("bfloat16").cast_to_param(minilm.Encoder(jax.random.key(0)))
     labels = rng.integers(0, 2, 400).astype(np.int32)
     words = rng.integers(3, 26, (400, 6)) + 23 * labels[:, None]  # good reviews have other words
     replaced = {
@@ -200,9 +193,8 @@ def test_the_recipe_of_cifar10_runs_on_made_up_images(capsys):
 
 def mnist_step():
     mnist = load("mnist")
-    step = dp.make_step(
-        mnist.loss, mnist.optax.sgd(1.0), PLAN, num_examples=2000, l2_clip_norm=0.3, policy=MIXED
-    )
+    options = {"num_examples": 2000, "l2_clip_norm": 0.3, "policy": MIXED}
+    step = dp.make_step(mnist.loss, mnist.optax.sgd(1.0), PLAN, **options)
     return step, mnist.Linear(6), (np.zeros((64, 5, 6), np.float16), np.zeros(64, np.int32))
 
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+METHODS = ["per_example", "book_keeping", "ghost"]
+"""Every way to clip; which one is chosen is `method`."""
+
 
 def curated(rows: Iterable[Any], at_once: Sequence[Any], every: int = 1) -> list[Any]:
     """All rows; of those that are not in `at_once` one in `every` is slow, the rest exhaustive."""

@@ -4,7 +4,6 @@ import json
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +12,7 @@ from eqx_dp import audit
 from tests import models
 from tests.audit import by_hand as steps
 from tests.audit.by_hand import BATCH, CLIP_NORM, LOSS, MASK, MODEL, STDDEV, audited, clipped
+from tests.checks.privacy_steps import Noise, with_normals
 from tests.tiers import curated
 from tests.training import runs
 
@@ -20,12 +20,8 @@ from tests.training import runs
 def gradient_of(case, make=dp.filter_clipped_grad, size=5, call=None, **options):
     """The audit of a case's clipped gradient."""
     options = {"l2_clip_norm": 0.2, "filter_spec": case.filter_spec} | options
-    relation = options.pop("neighboring_relation", None)
     grad_fn = make(case.loss, **options)
-    batch = case.batch(size)
-    return audit.neighbours(
-        grad_fn, case.model, *batch, neighboring_relation=relation, **(call or {})
-    )
+    return audit.neighbours(grad_fn, case.model, *case.batch(size), **(call or {}))
 
 
 def assert_passes(report, least=0.9):
@@ -64,7 +60,7 @@ def test_gradients(name):
 
 @pytest.mark.parametrize("relation", dp.NeighboringRelation, ids=lambda relation: relation.name)
 def test_relations(relation):
-    report = gradient_of(models.linear_regression(), neighboring_relation=relation)
+    report = gradient_of(models.linear_regression(), call={"neighboring_relation": relation})
     assert_passes(report, least=0.8)
     assert {pair.others for pair in report.pairs} == {"as given", "hostile", "padding"}
     without = [pair for pair in report.pairs if pair.example.startswith("none -> ")]
@@ -84,24 +80,19 @@ def test_a_made_step_is_not_used_up():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
 
 
-def by_hand(model, key, x, y, mask):
-    leaves, structure = jax.tree.flatten(clipped(model, x, y, mask))
-    keys = jax.random.split(key, len(leaves))
-    noise = (
-        STDDEV * jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)
-    )
-    return structure.unflatten(map(jnp.add, leaves, noise))
+def by_hand(model, key, *batch):
+    return with_normals(clipped(model, *batch), Noise(None, key), STDDEV)
 
 
 RELEASED = {
-    "a sum without noise": lambda: (clipped,),
-    "noise of another kind": lambda: (jax.jit(by_hand), jax.random.key(0)),
+    "a sum without noise": (clipped,),
+    "noise of another kind": (jax.jit(by_hand), jax.random.key(0)),
 }
 
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_what_is_released_may_be_named(name):
-    assert_passes(audited(*RELEASED[name](), release=lambda result: result))
+    assert_passes(audited(*RELEASED[name], release=lambda result: result))
 
 
 # The report.

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from dp_accounting import NeighboringRelation
 from jax import lax
-from jax.random import bernoulli, fold_in, key_data, normal, split, uniform
+from jax.random import fold_in, key_data, normal, split, uniform
 
 import eqx_dp as dp
 from tests.checks import privacy_steps as steps
-from tests.checks.honest_steps import ensemble
+from tests.checks.honest_steps import REPLACE_ONE, ensemble, is_matrix
 from tests.checks.privacy_steps import (
+    NOISE,
     OPTIMIZER,
     PLAN,
     SECRET,
@@ -31,7 +31,6 @@ from tests.checks.privacy_steps import (
     clipped,
     data,
     prepared_by,
-    psum,
     scaled,
     squared_error,
     step_of,
@@ -53,10 +52,6 @@ def leafwise(change, *trees):
     return jax.tree.map(change, *trees)
 
 
-def raw_step(at):
-    return eqx.apply_updates(at.model, scaled(-0.1, at.grads))
-
-
 # What is returned beside an honest step.
 
 
@@ -70,21 +65,10 @@ BESIDE = {
     "size_of_the_noise": lambda at: norm(steps.minus(at.noisy, at.grads)),
     # A host function returns what nothing is known of.
     "data_of_a_host_function": lambda at: jax.pure_callback(lambda: XS.mean(), SCALAR),
-    "raw_model_on_public_data": lambda at: jnp.sum(jax.vmap(raw_step(at))(jnp.ones((3, WIDTH)))),
     # Of data that the step closes over.
     "loss_of_closed_over": lambda at: At(at.new, None, XS, YS, MASK).losses().mean(),
     # Columns that are equal do not make rows equal.
     "equal_columns_of_closed_over": lambda at: jnp.asarray(COLUMNS).mean(),
-    "total_that_begins_with_data": lambda at: lax.scan(
-        lambda total, _: (total + 1,) * 2, at.x.sum(), None, 2
-    )[1],
-    # A loop begins with the stream's counter, and goes on with data.
-    "data_in_place_of_a_counter": lambda at: lax.scan(
-        lambda count, _: (lax.bitcast_convert_type(at.x.sum(), jnp.uint32), count),
-        at.state.stream.counter[0],
-        None,
-        2,
-    )[1],
     "stream_in_metrics": lambda at: {"stream": at.noise.state},
     "state_in_metrics": lambda at: {"1": at.state._replace(stream=at.noise.state)},
     "children_of_the_stream": lambda at: split(at.noise.state.key),
@@ -101,26 +85,19 @@ BESIDE = {
 KEEPING = {
     # The mean loss of the batch is in the state, under a name that the state had before.
     "metrics": (lambda kept, at: {"loss": at.values.loss.mean()}, {"loss": jnp.zeros(())}, {}),
-    "least_loss": (lambda kept, at: jnp.minimum(kept, at.values.loss.mean()), jnp.zeros(())),
     # Error feedback: the sum minus the noisy sum is kept, and shows the noise.
     "residual_of_the_noise": (lambda kept, at: steps.minus(at.grads, at.noisy), zero_sums()),
 }
 
 
-# What devices make of their sums, with one noise on the result, or one on each.
+# What devices make of their sums, with one noise on the result.
 
 
 OVER_DEVICES = {
     # Each example counts nine times, and the noise is for two: a multiplier of 0.27.
     "sum_of_the_sum_and_the_parts": (
-        lambda at: (lambda g: psum(added(psum(g), g)))(at.sum()),
+        lambda at: (lambda g: steps.psum(added(steps.psum(g), g)))(at.sum()),
         {"stddev": 2 * STDDEV},
-    ),
-    # The batch is not spread: all eight devices sum all examples.
-    "the_whole_batch_on_every_device": (lambda at: psum(at.sum()), {"batch": None}),
-    "an_eighth_of_the_noise": (
-        lambda at: psum(with_noise(at.sum(), at.noise, STDDEV / 8)),
-        {"finish": steps.updated},
     ),
 }
 
@@ -185,9 +162,6 @@ spy.defvjp(lambda x: (x, None), lambda _, g: (jax.debug.callback(lambda c: None,
 LOSSES = {
     "loss_printed_inside": printed,
     "printed_in_a_branch": printed_in_a_branch,
-    "example_checked": lambda model, x, y: squared_error(
-        model, eqx.error_if(x, x[0] > 100, "an input is large"), y
-    ),
     "spying_rule": lambda model, x, y: jnp.sum((spy(model(x)) - y) ** 2),
     "noise_drawn_with_a_constant": drawn_with_a_constant,
 }
@@ -215,29 +189,6 @@ def batch_closed_over(at):
     return at.noised(at.sum(lambda m, x, y: squared_error(m, x, y - center)))
 
 
-def microbatches(at):
-    return leafwise(lambda a: a.reshape(4, -1, *a.shape[1:]), (at.x, at.y, at.mask))
-
-
-def accumulated(at, add):
-    """`add(total, grads, i)` of chunks of a batch, in a scan; noise on what comes out."""
-
-    def turn(total, i_and_part):
-        i, part = i_and_part
-        grads = At(at.model, at.state, *part).sum()
-        return jax.tree.map(lambda t, g: add(t, g, i), total, grads), None
-
-    return at.noised(lax.scan(turn, zero_sums(), (jnp.arange(4), microbatches(at)))[0])
-
-
-def models_mapped(at):
-    """The engine under `vmap` over models: the sums share one noise for one sum."""
-    params, static = eqx.partition(at.model, eqx.is_inexact_array)
-    many = leafwise(lambda a: jnp.stack([a, 2 * a]), params)
-    sums = jax.vmap(lambda p: at.sum(model=eqx.combine(p, static)))(many)
-    return at.noised(leafwise(lambda a: a.sum(0), sums))
-
-
 def skipped(at, is_skipped):
     noisy = at.noised()
     return lax.cond(is_skipped, zero_sums, lambda: noisy)
@@ -245,21 +196,12 @@ def skipped(at, is_skipped):
 
 STEPS = {
     "learning_rate_from_the_loss": lambda at: scaled(1 / (1 + at.losses().mean()), at.noised()),
-    # Without a branch: `jnp.where` leaves the update out if the loss is high.
-    "selected_by_the_loss": lambda at: steps.where(
-        at.losses().mean() > 10, zero_sums(), at.noised()
-    ),
     "skipped_by_the_loss": lambda at: skipped(at, at.losses().mean() > 10),
     "kept_in_a_mutable_array": lambda at: (KEPT.__setitem__(..., at.x[0, :2]), at.noised())[1],
     "loss_printed": lambda at: (jax.debug.print("{}", at.losses().mean()), at.noised())[1],
     "loss_checked": lambda at: eqx.error_if(at.noised(), at.losses().mean() > 1e9, "large"),
     "aux_returned": aux_returned,
     "batch_closed_over": batch_closed_over,
-    "models_mapped": models_mapped,
-    "one_loss_masked": lambda at: at.noised(
-        added(at.sum(), at.use(mask=None).sum(steps.absolute_error)), 2 * STDDEV
-    ),
-    "accumulated_growing": lambda at: accumulated(at, lambda t, g, i: 2.0 * t + g),
     "turns_by_examples": lambda at: lax.fori_loop(
         0, jnp.sum(~at.mask), lambda _, n: scaled(0.9, n), at.noised()
     ),
@@ -268,17 +210,12 @@ STEPS = {
 
 # Optimizers that hold the noise.
 
-NOISE = PLAN.privatizer(clipped(), key=SECRET)
 
-
-def is_matrix(params):
-    return leafwise(lambda a: a.ndim > 1, params)
-
-
+MATRICES = leafwise(is_matrix, steps.params_of(steps.mlp()))
 OPTIMIZERS = {
     # The variance of `optax.add_noise` falls with the number of steps.
     "noise_of_optax": optax.chain(optax.add_noise(STDDEV**2, 0.55, jax.random.key(0)), OPTIMIZER),
-    "noise_on_matrices_alone": optax.chain(optax.masked(NOISE, is_matrix), OPTIMIZER),
+    "noise_on_matrices_alone": optax.chain(optax.masked(NOISE, MATRICES), OPTIMIZER),
     "behind_a_check_that_skips": optax.apply_if_finite(optax.chain(NOISE, OPTIMIZER), 3),
     "for_a_sum_that_is_not_divided": (optax.chain(NOISE, OPTIMIZER), clipped(normalize_by=1.0)),
     "multi_steps_before_the_noise": optax.MultiSteps(
@@ -317,10 +254,6 @@ NOISED_BY = {
     # `platform_dependent`: on a GPU the sum goes on without noise.
     "on_one_platform": on_one_platform,
     "uniform_noise": lambda g, k: steps.with_normals(g, k, draw=uniform),
-    # A branch on a public coin.
-    "in_one_branch": lambda g, k: k.chosen(
-        bernoulli(k.key).astype(int), [lambda g, n: scaled(1.0, g), with_noise], g
-    ),
     # A scope with the name of our noise, and none in it.
     "zeros_in_a_scope_named_noise": jax.named_scope("eqx_dp.noise")(with_zeros),
     # The rate is divided by the norm of the sum.
@@ -328,10 +261,7 @@ NOISED_BY = {
     # The noisy sum times zero, plus the sum.
     "raw_sum_beside_zero_weight": lambda g, k: added(scaled(0.0, with_noise(g, k)), g),
     "normalized_before_the_noise": lambda g, k: with_noise(scaled(1 / norm(g), g), k),
-    "of_another_relation": (
-        with_noise,
-        {"plan": steps.plan_under(NeighboringRelation.REPLACE_ONE)},
-    ),
+    "of_another_relation": (with_noise, {"plan": REPLACE_ONE}),
     "for_a_mean_on_a_sum": (with_noise, clipped(normalize_by=1.0)),
     "without_the_clip_norm": (with_noise, clipped(l2_clip_norm=2.0)),
     "without_a_clip_norm": (with_noise, clipped(l2_clip_norm=math.inf)),
@@ -364,10 +294,6 @@ def one_batch_four_times(at):
 
 def noise(at, stddev=STDDEV):
     return steps.noise_alone(zero_sums(), at.noise, stddev)
-
-
-def of_batch(model, x, y):
-    return jax.vmap(squared_error, (None, 0, 0))(model, x, y).mean()
 
 
 def moved_sum(at, by):
@@ -410,7 +336,9 @@ NOISED = {
     ),
     "adam_before_the_noise": lambda at: at.noised(OPTIMIZER.update(at.sum(), at.state.opt)[0]),
     "inner_step_without_noise": lambda at: at.noised(moved_sum(at, scaled(-0.1, at.sum()))),
-    "ordinary_gradient": lambda at: at.noised(eqx.filter_grad(of_batch)(at.model, at.x, at.y)),
+    "ordinary_gradient": lambda at: at.noised(
+        eqx.filter_grad(lambda m: at.losses(m).mean())(at.model)
+    ),
     # The gradient at a model that holds the noise moves with it.
     "noise_in_the_model": lambda at: (lambda n: added(moved_sum(at, n), n))(noise(at)),
     # A release of little noise is added to the sum.
@@ -476,11 +404,6 @@ CARRYING = {
     "counter_that_stands_still": lambda at: loss_with_key(
         at, fold_in(at.state.key, at.state.step), {"step": at.state.step}
     ),
-    # The state carries two streams and exchanges them.
-    "exchanged_streams": (
-        lambda at: (at.noised(), {"stream": at.state.kept, "kept": at.noise.state}),
-        dp.noise_stream(key=SECRET + 1),
-    ),
     "sum_of_steps": (sum_of_steps, zero_sums()),
 }
 
@@ -525,9 +448,8 @@ def of_a_batch(divided, batch):
     """A batch that is one argument; `divided(noisy, batch)` is released."""
 
     def step(model, state, batch):
-        at, state = steps.at_hand(
-            model, state, batch["x"], jnp.zeros((SLOTS, steps.CLASSES)), batch["mask"]
-        )
+        y = jnp.zeros((SLOTS, steps.CLASSES))
+        at, state = steps.at_hand(model, state, batch["x"], y, batch["mask"])
         noisy = divided(at.noised(), batch)
         return steps.updated(model, state._replace(stream=at.noise.state), noisy)
 
@@ -536,13 +458,10 @@ def of_a_batch(divided, batch):
 
 def data_set_closed_over():
     """All rows are constants; the sampler says how many there are."""
-    everything = (
-        np.random.default_rng(0).normal(size=(steps.NUM_EXAMPLES, WIDTH)).astype(np.float32)
-    )
+    rows = np.random.default_rng(0).normal(size=(steps.NUM_EXAMPLES, WIDTH)).astype(np.float32)
     sampler = PLAN.sampler(steps.NUM_EXAMPLES, seed=1)
-    return prepared_by(
-        lambda at: at.use(x=at.x - jnp.mean(everything, 0)), more={"sampler": sampler}
-    )
+    centered = lambda at: at.use(x=at.x - jnp.mean(rows, 0))  # noqa: E731
+    return prepared_by(centered, more={"sampler": sampler})
 
 
 LOOKED_UP = {
@@ -553,11 +472,8 @@ LOOKED_UP = {
 
 def two_totals(at, turn):
     """A scan over microbatches carries two totals; a turn gives the next two."""
-
-    def step(totals, part):
-        return turn(*totals, At(at.model, at.state, *part).sum()), None
-
-    return lax.scan(step, (zero_sums(), zero_sums()), microbatches(at))[0]
+    step = lambda totals, part: turn(*totals, part.sum())  # noqa: E731
+    return at.over_microbatches(step, (zero_sums(), zero_sums()))
 
 
 def prefix_sums(one, two, part):
@@ -569,10 +485,10 @@ def one_by_one(at, changed, start):
     """A scan over microbatches: `changed(microbatch, carried)` gives both as they are used."""
 
     def turn(carry, part):
-        part, carried = changed(At(at.model, at.state, *part), carry[1])
-        return (added(carry[0], part.sum()), carried), None
+        part, carried = changed(part, carry[1])
+        return added(carry[0], part.sum()), carried
 
-    return at.noised(lax.scan(turn, (zero_sums(), start), microbatches(at))[0][0])
+    return at.noised(at.over_microbatches(turn, (zero_sums(), start))[0])
 
 
 def with_another_weight(part, key):
@@ -588,6 +504,15 @@ def left_out_by_a_mutable_array(at):
         return part.use(mask=part.mask | (count[...] > 2)), 0
 
     return one_by_one(at, changed, 0)
+
+
+def sign_by_the_turn(at):
+    def turn(carry, part):
+        total, i = carry
+        signed = lambda g: lax.cond(i > 1, lambda g: 1.0 * g, lambda g: -1.0 * g, g)  # noqa: E731
+        return added(total, leafwise(signed, part.sum())), i + 1
+
+    return at.noised(at.over_microbatches(turn, (zero_sums(), 0))[0])
 
 
 def handed_on_after_a_draw(at):
@@ -632,9 +557,7 @@ def models_with_one_stream():
 LOOPS = {
     "every_second_row": lambda at: at.noised(at.rows(slice(0, None, 2)).sum()),
     "left_out_by_a_mutable_array": left_out_by_a_mutable_array,
-    "sign_by_the_turn": lambda at: accumulated(
-        at, lambda t, g, i: t + lax.cond(i > 1, lambda g: 1.0 * g, lambda g: -1.0 * g, g)
-    ),
+    "sign_by_the_turn": sign_by_the_turn,
     "handed_on_after_a_draw": handed_on_after_a_draw,
     "total_before_the_last_microbatch": lambda at: (
         at.noised(),

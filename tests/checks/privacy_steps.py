@@ -6,7 +6,6 @@ a step from what differs: `noised_by(lambda grads, key: ...)`, `step_of(lambda a
 """
 
 import functools
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -45,7 +44,7 @@ class Case(NamedTuple):
     private: Any
     plan: dp.PrivacyPlan | None
     noise_multiplier: float
-    more: Any = MappingProxyType({})
+    more: Any = ()
 
 
 def report_on(case):
@@ -152,6 +151,10 @@ def clipped(loss=squared_error, **options):
     return dp.filter_clipped_grad(loss, **options)
 
 
+NOISE = PLAN.privatizer(clipped(), key=SECRET)
+"""The plan's noise, as an optimizer."""
+
+
 class Noise:
     """A stream of noise within a step, and a key for noise by hand; each draw moves it on."""
 
@@ -223,16 +226,15 @@ def first_state(model=None, optimizer=OPTIMIZER, kept=None):
     return State(optimizer.init(params), stream, jax.random.key(3), step, kept)
 
 
-def next_key(state):
-    """A key for this step, and the state that carries the key for the next one."""
-    carried, key = split(state.key)
-    return key, state._replace(key=carried)
-
-
 def updated(model, state, noisy, optimizer=OPTIMIZER):
     """The next model and state, from a noisy gradient."""
     updates, opt = optimizer.update(noisy, state.opt, params_of(model))
     return eqx.apply_updates(model, updates), state._replace(opt=opt, step=state.step + 1)
+
+
+def in_order(leaf):
+    """Four microbatches, one after the other."""
+    return leaf.reshape(4, -1, *leaf.shape[1:])
 
 
 class At(NamedTuple):
@@ -278,6 +280,12 @@ class At(NamedTuple):
         """The same with inputs times a number for each slot."""
         return self._replace(x=self.x * weights[:, None])
 
+    def over_microbatches(self, turn, start, parts_of=in_order):
+        """The last carry of a scan; `turn(carry, microbatch)` gives the next one."""
+        parts = jax.tree.map(parts_of, (self.x, self.y, self.mask))
+        step = lambda carry, part: (turn(carry, At(self.model, self.state, *part)), None)  # noqa: E731
+        return jax.lax.scan(step, start, parts)[0]
+
     def losses(self, model=None):
         model = self.model if model is None else model
         return jax.vmap(squared_error, (None, 0, 0))(model, self.x, self.y)
@@ -297,15 +305,7 @@ def made(loss=squared_error, optimizer=OPTIMIZER, *, plan=PLAN, model=None, batc
 
 
 def by_hand(
-    step,
-    *,
-    model=None,
-    state=None,
-    batch=None,
-    private=(2, 3, 4),
-    plan=PLAN,
-    multiplier=None,
-    more=MappingProxyType({}),
+    step, model=None, state=None, batch=None, private=(2, 3, 4), plan=PLAN, multiplier=None, more=()
 ):
     """A case of `step(model, state, *batch)`, compiled."""
     state = first_state(model) if state is None else state
@@ -421,26 +421,24 @@ def keeping(kept_of, first, **named):
     return by_hand(step, state=first_state(kept=first), **named)
 
 
-def chained(*behind, loss=squared_error, plan=PLAN, model=None, takes_key=False, **options):
+def chained(*behind, loss=squared_error, plan=PLAN, **options):
     """The optimizer is a chain: the plan's noise, and what stands behind it."""
     grad_fn = clipped(loss, **options)
     optimizer = optax.chain(plan.privatizer(grad_fn, key=SECRET), *(behind or [OPTIMIZER]))
-    return with_optimizer(optimizer, grad_fn, model, takes_key, plan=plan)
+    return with_optimizer(optimizer, grad_fn, plan=plan)
 
 
-def with_optimizer(optimizer, grad_fn=None, model=None, takes_key=False, **named):
+def with_optimizer(optimizer, grad_fn=None, **named):
     """The optimizer holds the noise, wherever in it."""
     grad_fn = clipped() if grad_fn is None else grad_fn
-    model = mlp() if model is None else model
 
     def step(model, state, x, y, mask):
-        key, state = next_key(state) if takes_key else (None, state)
-        grads = grad_fn(model, x, y, key=key, is_padding_example=mask)
+        grads = grad_fn(model, x, y, is_padding_example=mask)
         updates, opt = optimizer.update(grads, state.opt, grad_fn.trainable(model))
         return eqx.apply_updates(model, updates), state._replace(opt=opt, step=state.step + 1)
 
-    state = first_state()._replace(opt=optimizer.init(grad_fn.trainable(model)))
-    return by_hand(step, model=model, state=state, **named)
+    state = first_state()._replace(opt=optimizer.init(grad_fn.trainable(mlp())))
+    return by_hand(step, state=state, **named)
 
 
 def epoch_by(noisy_of, count=3, **named):
@@ -462,28 +460,23 @@ def epoch_by(noisy_of, count=3, **named):
     return by_hand(epoch, model=params, state=first_state(params), batch=batch, **named)
 
 
-def noised_after(params, state, result, stddev=STDDEV):
-    noise = Noise(state.stream)
-    noisy = with_noise(result, noise, stddev)
-    return updated(params, state._replace(stream=noise.state), noisy)
-
-
-def over_devices(part, stddev=STDDEV, batch="data", finish=None):
-    """`part(at)` on each of eight devices by shard_map, with examples spread or not; then noise."""
+def over_devices(part, stddev=STDDEV):
+    """`part(at)` on each of eight devices by shard_map, with examples spread; then noise."""
     params, static = eqx.partition(mlp(), eqx.is_array)
-    finish = functools.partial(noised_after, stddev=stddev) if finish is None else finish
 
-    def of_a_device(params, stream, *batch):
-        return part(At(eqx.combine(params, static), None, *batch, noise=Noise(stream)))
+    def of_a_device(params, *batch):
+        return part(At(eqx.combine(params, static), None, *batch))
 
     # Unchecked, a gradient stays on its device.
-    specs = P(), P(), *[P(batch)] * 3
+    specs = P(), *[P("data")] * 3
     mesh = mesh_of("auto", data=8)
     options = {"in_specs": specs, "out_specs": P(), "check_vma": False}
     mapped = jax.shard_map(of_a_device, mesh=mesh, **options)
 
     def step(params, state, *batch):
-        return finish(params, state, mapped(params, state.stream, *batch))
+        noise = Noise(state.stream)
+        noisy = with_noise(mapped(params, *batch), noise, stddev)
+        return updated(params, state._replace(stream=noise.state), noisy)
 
     return by_hand(step, model=params, state=first_state(params))
 

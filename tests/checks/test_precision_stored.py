@@ -16,9 +16,8 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 def kept(policy, dtype, store, filter_spec=eqx.is_inexact_array):
     """Checks a step on a model of some dtype; it returns an average and gradients as well."""
-    grad_fn = dp.filter_clipped_grad(
-        models.mlp_loss, l2_clip_norm=1.0, policy=policy, filter_spec=filter_spec
-    )
+    options = {"l2_clip_norm": 1.0, "policy": policy, "filter_spec": filter_spec}
+    grad_fn = dp.filter_clipped_grad(models.mlp_loss, **options)
     noise = dp.gaussian_privatizer(stddev=1.0, policy=policy)
 
     @eqx.filter_jit
@@ -89,9 +88,8 @@ def test_stochastic_rounding_is_done_with_another_key_in_each_step(key_of, how):
     model, batch = ROUNDED.cast_to_param(models.mlp().model), models.mlp().batch(4)
     args = model, dp.noise_stream(), jax.random.key(1), jnp.zeros((), int), *batch
     rows = dp.check_precision(step, *args, policy=ROUNDED).violations
-    assert [row[:3] for row in rows] == (
-        [("stored parameters", "rounding stochastic", how)] if how else []
-    )
+    expected = [("stored parameters", "rounding stochastic", how)] if how else []
+    assert [row[:3] for row in rows] == expected
 
 
 class Norm(eqx.Module):
@@ -109,16 +107,12 @@ class Norm(eqx.Module):
 def test_a_rule_of_float32_that_the_code_undoes(dtype):
     policy = dataclasses.replace(MIXED, modules=(dp.ModuleRule("norm", F32),))
     model = {"norm": Norm(jnp.ones(6), dtype), "head": eqx.nn.Linear(6, 2, key=jax.random.key(0))}
-    grad_fn = dp.filter_clipped_grad(
-        lambda model, x: jnp.sum(model["head"](model["norm"](x)) ** 2),
-        l2_clip_norm=1.0,
-        policy=policy,
-    )
+    loss = lambda model, x: jnp.sum(model["head"](model["norm"](x)) ** 2)  # noqa: E731
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, policy=policy)
 
     def step(model, state, x):
         return dp.add_noise(grad_fn(model, x), state, 1.0)
 
     rows = dp.check_precision(step, model, dp.noise_stream(), jnp.ones((4, 6)), policy=policy)
-    assert {row.found for row in rows.violations} == (
-        {"rsqrt of bfloat16, narrower"} if dtype is BF16 else set()
-    )
+    expected = {"rsqrt of bfloat16, narrower"} if dtype is BF16 else set()
+    assert {row.found for row in rows.violations} == expected

@@ -145,9 +145,8 @@ class Machine:
         signs = rng.choice([-1.0, 1.0], size=exact.shape)
         off = exact + signs * error * sizes
         # What goes into the sum alone, and so is exact, stays.
-        return np.where(np.abs(exact) == sizes, np.where(error == 0, exact, off), off).astype(
-            np.float32
-        )
+        stays = (np.abs(exact) == sizes) & (error == 0)
+        return np.where(stays, exact, off).astype(np.float32)
 
 
 def step_by_step(

@@ -19,7 +19,7 @@ from eqx_dp.gradients.clip import clip_factors
 from eqx_dp.gradients.clipping import Clipping, Quantile
 from eqx_dp.gradients.gram import OuterProducts, gram_norms, row_norms, sum_of_products
 from tests.gradients.arithmetic import Machine, U
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
 pytestmark = pytest.mark.optimized
 
@@ -276,9 +276,6 @@ def share_of_engine(loss, method, x, g, clip_norm, policy=None, **machine):
 def cancelling():
     """Terms that cancel to what is left of 1."""
     return (side[:, 0] for side in hostile_products("cancelling", time=8, examples=4))
-
-
-METHODS = ["per_example", "book_keeping", "ghost"]
 
 
 @pytest.mark.parametrize(

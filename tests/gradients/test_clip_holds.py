@@ -15,11 +15,10 @@ from jax import lax
 
 import eqx_dp as dp
 from tests import models, oracle
-from tests.tiers import by_method
+from tests.tiers import METHODS, by_method
 
 pytestmark = pytest.mark.optimized
 
-METHODS = ["per_example", "book_keeping", "ghost"]
 SIZE = 4
 
 
@@ -178,9 +177,8 @@ ATTACKS = [
 def shares(use, method, attacks=ATTACKS, policy=None):
     """What each example adds when it is alone and its gradient is brought to norm one."""
     loss, time, shape = use
-    grad_fn = dp.filter_clipped_grad(
-        loss, l2_clip_norm=1e-20, rescale_to_unit_norm=True, method=method, policy=policy
-    )
+    options = {"rescale_to_unit_norm": True, "method": method, "policy": policy}
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1e-20, **options)
     program, found = jax.jit(lambda *arrays: grad_fn(*arrays)), {}
     for kind in attacks:
         with np.errstate(over="ignore", under="ignore"):

@@ -58,9 +58,8 @@ def test_bound_and_sensitivity(make, options, bound):
 @pytest.mark.parametrize("clip_norm", [0.5, {"weight": 0.3, "bias": 0.4}], ids=str)
 def test_worst_examples_reach_the_sensitivity_and_do_not_pass_it(clip_norm, rescale):
     """Gradients far beyond every clip norm: adding one moves the sum by the bound exactly."""
-    grad_fn = dp.filter_clipped_grad(
-        models.dot, l2_clip_norm=clip_norm, rescale_to_unit_norm=rescale, normalize_by=3.0
-    )
+    options = {"rescale_to_unit_norm": rescale, "normalize_by": 3.0}
+    grad_fn = dp.filter_clipped_grad(models.dot, l2_clip_norm=clip_norm, **options)
     model = {"weight": jnp.zeros(5), "bias": jnp.zeros(())}
     x = {"weight": jnp.full((2, 5), 1e6), "bias": jnp.full(2, 1e6)}
     run = eqx.filter_jit(grad_fn)

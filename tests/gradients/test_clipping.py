@@ -70,10 +70,7 @@ def on_mesh(options):
 AT_ONCE = [("Quantile", "book_keeping"), ("PerLayer", "per_example")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    curated(itertools.product(RULES, WAYS), AT_ONCE, every=2),
-)
+@pytest.mark.parametrize(("kind", "way"), curated(itertools.product(RULES, WAYS), AT_ONCE, every=2))
 def test_rules(kind, way):
     rule = RULES[kind]
     options = WAYS[way]
@@ -144,9 +141,8 @@ def test_augmentations_share_one_clip(method):
         keys = jax.random.split(key, 3)
         return sum(KEYED.loss(model, x, label, key=key) for key in keys) / 3
 
-    found = jitted.grad(KEYED.loss, l2_clip_norm=0.3, augmentations=3, method=method)(
-        KEYED.model, *batch, **NOISY
-    )
+    grad_fn = jitted.grad(KEYED.loss, l2_clip_norm=0.3, augmentations=3, method=method)
+    found = grad_fn(KEYED.model, *batch, **NOISY)
     truth = oracle.clipped_gradients(mean, KEYED.model, *batch, l2_clip_norm=0.3, **NOISY)
     assert oracle.relative_error(found, truth.grads) < 1e-5 + oracle.room(8)
 

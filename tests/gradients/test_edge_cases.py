@@ -9,7 +9,7 @@ import pytest
 
 from tests import models, oracle
 from tests.gradients import jitted
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
 pytestmark = pytest.mark.optimized
 
@@ -60,9 +60,6 @@ def poisoned_engine(method):
     if method == "book_keeping":
         options = {"l2_clip_norm": {"a": np.inf, "b": 2.0}, "microbatch_size": 2}
     return jitted.value_and_grad(poisoned_loss, method=method, **options)
-
-
-METHODS = ["book_keeping", "ghost", "per_example"]
 
 
 @pytest.mark.parametrize("method", curated(METHODS, ["ghost"]))

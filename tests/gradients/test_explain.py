@@ -89,9 +89,8 @@ def test_reasons(name):
     ids=["plain-formed", "checkpoint-factored"],
 )
 def test_ghost_forms_a_leaf_if_what_it_is_made_of_takes_more_and_is_held(product, way):
-    grad_fn = dp.filter_clipped_grad(
-        lambda w, x: jnp.sum(product(x, w) ** 2), l2_clip_norm=1.0, method="ghost"
-    )
+    loss = lambda w, x: jnp.sum(product(x, w) ** 2)  # noqa: E731
+    grad_fn = dp.filter_clipped_grad(loss, l2_clip_norm=1.0, method="ghost")
     for width, its in ((3, way), (64, "factored")):
         (row,) = dp.explain(grad_fn, jnp.ones((width, width)), jnp.ones((4, 32, width))).rows
         assert row.way == its
@@ -139,9 +138,8 @@ def test_what_rounding_of_the_sum_costs_is_told():
 
 
 def test_everyone_who_asks_with_a_plan_is_told_the_same():
-    step = dp.make_step(
-        CASE.loss, optax.sgd(0.1), PLAN, num_examples=1000, seed=3, l2_clip_norm=1.0
-    )
+    options = {"num_examples": 1000, "seed": 3, "l2_clip_norm": 1.0}
+    step = dp.make_step(CASE.loss, optax.sgd(0.1), PLAN, **options)
     grad_fn = clipped(normalize_by=PLAN.sampling_prob * 1000)
     batch = CASE.batch(SLOTS)
     asked = dp.explain(grad_fn, CASE.model, *batch, plan=PLAN)

@@ -29,9 +29,8 @@ def test_a_leaf_that_the_loss_does_not_use_changes_nothing(method):
     """Whatever is in it, and it is not held for each example."""
     entries, x = 100_000, jnp.arange(48.0).reshape(16, 3)
     model = {"used": jnp.ones((3, 2)), "unused": jnp.full(entries, jnp.nan)}
-    grad_fn = dp.filter_value_and_clipped_grad(
-        lambda model, x: jnp.sum(jnp.tanh(x @ model["used"])), l2_clip_norm=1.0, method=method
-    )
+    loss = lambda model, x: jnp.sum(jnp.tanh(x @ model["used"]))  # noqa: E731
+    grad_fn = dp.filter_value_and_clipped_grad(loss, l2_clip_norm=1.0, method=method)
     program = jax.jit(grad_fn).lower(model, x).compile()
     # The sum itself, and with microbatches the total that it is added to.
     assert program.memory_analysis().temp_size_in_bytes < 3 * 4 * entries

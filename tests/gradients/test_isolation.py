@@ -18,9 +18,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import eqx_dp as dp
 from tests.sharding.losses import mesh_of
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
-METHODS = ["per_example", "book_keeping", "ghost"]
 PARAMS = jnp.asarray([1.0, -0.5, 2.0])
 EXAMPLES = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32)
 refused = functools.partial(pytest.raises, ValueError)
@@ -73,12 +72,9 @@ def test_attention_by_cudnn(kind, method, monkeypatch):
     refusal = refused(match="'dot_product_attention_.wd_wrapper' at .*test_isolation.py.*'xla'")
     is_old = jax.__version_info__ < (0, 11, 1)
     is_mixed = kind in ("dropout", "packed") or (kind == "learned bias" and is_old)
+    weight, x = jnp.ones((1, 1, 3, 3), "bfloat16"), EXAMPLES[..., None].astype("bfloat16")
     with refusal if is_mixed else contextlib.nullcontext():
-        jax.eval_shape(
-            clipped(loss, method),
-            jnp.ones((1, 1, 3, 3), "bfloat16"),
-            EXAMPLES[..., None].astype("bfloat16"),
-        )
+        jax.eval_shape(clipped(loss, method), weight, x)
 
 
 # Collectives
@@ -110,9 +106,8 @@ def test_a_collective_over_an_axis_that_the_user_binds_is_refused(where):
         jax.vmap(lambda x: grad_fn(PARAMS, x), axis_name="data")(EXAMPLES[:, None])
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     spec = PartitionSpec("data")
-    sharded = jax.shard_map(
-        lambda x: grad_fn(PARAMS, x), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
+    options = {"mesh": mesh, "in_specs": spec, "out_specs": spec, "check_vma": False}
+    sharded = jax.shard_map(lambda x: grad_fn(PARAMS, x), **options)
     with refused(match=r"'psum' over the axis 'data'"):
         jax.jit(sharded)(EXAMPLES)
 
@@ -149,10 +144,8 @@ def looped(kind):
         def body(state):
             return state[0] + 1, jnp.sin(state[1] * params)
 
-        start = jnp.zeros(()), x
-        loop = eqxi.while_loop(
-            lambda s: s[0] < 4 * jnp.abs(x[0]), body, start, kind=kind, max_steps=8
-        )
+        goes_on = lambda s: s[0] < 4 * jnp.abs(x[0])  # noqa: E731
+        loop = eqxi.while_loop(goes_on, body, (jnp.zeros(()), x), kind=kind, max_steps=8)
         return jnp.sum(loop[1])
 
     return loss

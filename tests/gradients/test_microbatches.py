@@ -15,7 +15,7 @@ from eqx_dp.gradients.microbatches import over_microbatches
 from tests import models, oracle
 from tests.gradients import jitted
 from tests.sharding.losses import mesh_of
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
 NUM = 10
 MASKS = {
@@ -28,7 +28,6 @@ MASKS = {
     "all": list(range(NUM)),
 }
 SIZES = [1, 3, None]
-METHODS = ["per_example", "book_keeping", "ghost"]
 
 
 def padding_of(real):
@@ -52,14 +51,12 @@ def loss_and_aux(model, x, y):
 def test_against_the_oracle(method, size):
     case = models.linear_regression()
     batch = case.batch(NUM)
-    options = {"l2_clip_norm": 0.7, "has_aux": True}
     grad_fn = compiled(method, size)
     for real in MASKS.values():
         padding = padding_of(real)
         per_example, grads = grad_fn(case.model, *batch, is_padding_example=padding)
-        truth = oracle.clipped_gradients(
-            loss_and_aux, case.model, *batch, is_padding_example=padding, **options
-        )
+        options = {"l2_clip_norm": 0.7, "has_aux": True, "is_padding_example": padding}
+        truth = oracle.clipped_gradients(loss_and_aux, case.model, *batch, **options)
         assert oracle.relative_error(grads, truth.grads) < 1e-5 + oracle.room(NUM)
         assert oracle.relative_error(per_example.loss, truth.loss) < 1e-5
         assert oracle.relative_error(per_example.grad_norm, truth.grad_norm) < 1e-5
@@ -71,9 +68,8 @@ def test_against_the_oracle(method, size):
 
 @functools.cache
 def compiled(method, size):
-    return jitted.value_and_grad(
-        loss_and_aux, l2_clip_norm=0.7, has_aux=True, method=method, microbatch_size=size
-    )
+    options = {"method": method, "microbatch_size": size, "has_aux": True}
+    return jitted.value_and_grad(loss_and_aux, l2_clip_norm=0.7, **options)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "method"),
-    by_method(CASES, book_keeping=(), ghost=("linear_tokens",), every=4),
+    ("name", "method"), by_method(CASES, book_keeping=(), ghost=("linear_tokens",), every=4)
 )
 def test_the_gradient_is_that_of_rounded_operands(name, method):
     case = CASES[name]()
@@ -173,9 +172,8 @@ def test_powers_of_two_between_operands_change_nothing(method):
     def run(a, b, c):
         weights = jnp.asarray(np.ldexp(first, a), "f4"), jnp.asarray(np.ldexp(second, b), "f4")
         values, grads = found(weights, jnp.asarray(np.ldexp(x, c), "f4"))
-        return np.asarray(values.loss), [
-            np.ldexp(np.asarray(g, "f8"), e) for g, e in zip(grads, (a, b), strict=True)
-        ]
+        pairs = zip(grads, (a, b), strict=True)
+        return np.asarray(values.loss), [np.ldexp(np.asarray(g, "f8"), e) for g, e in pairs]
 
     plain, grads = run(0, 0, 0)
     # 2^100 is about 1e30.

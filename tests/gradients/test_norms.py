@@ -47,9 +47,8 @@ ROWS = (3, 256, 9), (3, 300, 5), (1, 2, 512, 3)
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_a_term_of_a_sum_goes_through_as_many_roundings_as_is_said(platform):
-    terms = [
-        np.random.default_rng(0).integers(0, 9, shape).astype(np.float32) for shape in FLAT + ROWS
-    ]
+    shapes, digits = FLAT + ROWS, np.random.default_rng(0).integers
+    terms = [digits(0, 9, shape).astype(np.float32) for shape in shapes]
     with device._made_for(platform):
         wide = [norms.has_wide(np.dtype(x)) for x in ("float16", "float32", "float64")]
         assert wide == [platform == "cpu"] * 2 + [False]
@@ -169,9 +168,8 @@ def test_sums_are_off_by_what_is_said_in_the_worst_case(platform, terms, num):
         total = blocks.nothing(jnp.float32(0), terms, num)
         for x in (1, second):
             total = blocks.added(total, jnp.float32(x), terms)
-        total = jax.lax.fori_loop(
-            2, terms, lambda _, total: blocks.added(total, jnp.float32(small), terms), total
-        )
+        add = lambda _, total: blocks.added(total, jnp.float32(small), terms)  # noqa: E731
+        total = jax.lax.fori_loop(2, terms, add, total)
         error = abs(float(np.float32(total[0])) - 1 - float(second) - (terms - 2) * float(small))
         said = blocks.added_roundoff(terms, num, small.dtype)
     assert 0.8 * said <= error <= said
@@ -237,9 +235,8 @@ def test_few_gradients_are_added_one_by_one_and_others_in_blocks(platform):
             x[~there], factors[~there] = np.nan, np.inf
             found = added(x, factors, there) if math.prod(shape) < 9 else None
         names = [e.primitive.name for e in dp.programs.equations(program)]
-        assert names.count("dot_general") == (not by_one and platform == "cpu") * (
-            1 + (batch > 128)
-        )
+        products = 1 + (batch > 128) if platform == "cpu" and not by_one else 0
+        assert names.count("dot_general") == products
         assert ("reduce_sum" in names) == (not by_one and platform == "gpu")
         if found is not None:
             exact = np.tensordot(np.float64(factors[there]), x[there], 1)

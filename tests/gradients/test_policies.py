@@ -84,9 +84,8 @@ def test_without_a_policy_the_model_runs_in_its_own_dtype(dtype):
             return jnp.sum(model["w"] * x) + model["narrow"]
 
         model = {"w": jnp.ones(2, dtype), "narrow": jnp.zeros((), jnp.bfloat16)}
-        per_example, grads = jitted.value_and_grad(loss, l2_clip_norm=1.0)(
-            model, jnp.ones((3, 2), jnp.float16)
-        )
+        x = jnp.ones((3, 2), jnp.float16)
+        per_example, grads = jitted.value_and_grad(loss, l2_clip_norm=1.0)(model, x)
         assert seen == {(jnp.dtype(dtype), jnp.dtype(jnp.float16))}
         accumulate = jnp.float64 if dtype == jnp.float64 else jnp.float32
         assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(accumulate)}

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from beartype import beartype
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, TypeCheckError, jaxtyped
 
 import eqx_dp as dp
 from tests import models
+from tests.sharding.losses import AXIS_TYPES, Says, mesh_of
 from tests.tiers import curated
 
 pytestmark = pytest.mark.filterwarnings("ignore:When `eqx.nn.BatchNorm")
@@ -92,9 +93,7 @@ REFUSED = {
     # The batch.
     "lengths": (call(CASE.loss, CASE.model, X, LABEL[:3]), r"(?s)\b8\b.*\b3\b|\b3\b.*\b8\b"),
     "no batch": (call(lambda model: model**2, ONE), "batch"),
-    **{
-        f"empty {x!r}": (call(lambda m, _: m**2, ONE, x), "batch") for x in (None, (), {})
-    },
+    **{f"empty {x!r}": (call(lambda m, _: m**2, ONE, x), "batch") for x in (None, (), {})},
     "scalar": (call(of_first, ONE, {"x": TWO, "temperature": ONE}), r"(?s)temperature.*axis"),
     "a number within": (call(of_first, ONE, {"x": TWO, "other": 1.5}), "other"),
     "the model behind": (call(models.mlp_loss, X, CASE.model, LABEL), "The model comes first"),
@@ -207,19 +206,11 @@ def test_a_loss_written_for_a_batch_is_told_to_keep_its_axis(loss):
     eqx.filter_eval_shape(clipped(loss, keep_batch_dim=True), CASE.model, X, LABEL)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_constrained_loss_with_rules_is_told_to_keep_its_axis(axis_type):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    rules, spec = dp.ShardingRules(mesh), PartitionSpec("data", None)
-
-    def loss(model, x):
-        if axis_type is AxisType.Auto:
-            hidden = jax.lax.with_sharding_constraint(model * x, spec)
-        else:
-            hidden = jax.sharding.reshard(model * x, spec)
-        return jnp.mean(hidden**2)
-
-    with jax.set_mesh(mesh):
+@pytest.mark.parametrize("kind", AXIS_TYPES)
+def test_a_constrained_loss_with_rules_is_told_to_keep_its_axis(kind):
+    rules, spec = dp.ShardingRules(mesh_of(kind, data=8)), PartitionSpec("data", None)
+    loss = lambda model, x: jnp.mean(Says(kind).constrain(model * x, spec) ** 2)  # noqa: E731
+    with jax.set_mesh(rules.mesh):
         arguments = rules.shard(jnp.ones(6)), rules.shard_batch(X)
         with pytest.raises(ValueError, match=r"(?s)float32\[6\].*keep_batch_dim=True"):
             clipped(loss, sharding=rules)(*arguments)
@@ -270,9 +261,8 @@ def batch_norm_loss(model, x, state):
 
 def of_a_batch(model, x, state):
     """The axis is bound inside the loss, so no axis is missing; the statistics are a batch's."""
-    return batch_norm_loss(
-        jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)), x, state
-    )
+    mapped = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    return batch_norm_loss(mapped, x, state)
 
 
 def batch_norm(mode):
@@ -287,7 +277,6 @@ def test_batch_norm_is_refused(mode, loss):
     advice = r"(?s)(?=.*BatchNorm)(?=.*mix)(?=.*GroupNorm|.*LayerNorm)"
     with pytest.raises(ValueError, match=advice):
         grad_fn(model, jnp.ones((4, 3)))
+    arrays = lambda x: eqx.filter(grad_fn(model, x), eqx.is_array)  # noqa: E731
     with pytest.raises(ValueError, match=advice):
-        jax.vmap(lambda x: eqx.filter(grad_fn(model, x), eqx.is_array), axis_name="batch")(
-            jnp.ones((2, 4, 3))
-        )
+        jax.vmap(arrays, axis_name="batch")(jnp.ones((2, 4, 3)))

@@ -68,9 +68,8 @@ def test_state_that_comes_with_the_model_is_not_trained(kind):
     model, state = KINDS[kind]()
     grads = jitted.grad(loss, l2_clip_norm=0.5)((model, state), X)
     assert jax.tree.leaves(grads[1]) == []
-    assert jax.tree.structure(grads[0]) == jax.tree.structure(
-        eqx.filter(model, eqx.is_inexact_array)
-    )
+    trained = eqx.filter(model, eqx.is_inexact_array)
+    assert jax.tree.structure(grads[0]) == jax.tree.structure(trained)
     # As where the state is a constant of the loss.
     constant = jax.tree.map(np.asarray, state)
     closed = jitted.grad(
@@ -92,9 +91,8 @@ def test_a_function_of_a_leaf_does_not_select_state():
 def test_a_tree_may_ask_for_state(form):
     model, state = KINDS["running mean"]()
     chosen = True if form == "above" else jax.tree.map(lambda _: True, state)
-    grads = jitted.grad(loss, l2_clip_norm=1.0, filter_spec=(eqx.is_inexact_array, chosen))(
-        (model, state), X
-    )
+    spec = eqx.is_inexact_array, chosen
+    grads = jitted.grad(loss, l2_clip_norm=1.0, filter_spec=spec)((model, state), X)
     assert [leaf.shape for leaf in jax.tree.leaves(grads[1])] == [(3,)]
 
 
@@ -104,9 +102,8 @@ def test_a_tree_may_ask_for_state(form):
 @pytest.mark.parametrize("nested", [False, True])
 def test_state_as_a_batch_argument(nested):
     model, state = KINDS["running mean"]()
-    grad_fn = dp.filter_clipped_grad(
-        lambda model, state, x: loss((model, state), x), l2_clip_norm=1.0
-    )
+    of_three = lambda model, state, x: loss((model, state), x)  # noqa: E731
+    grad_fn = dp.filter_clipped_grad(of_three, l2_clip_norm=1.0)
     with pytest.raises(ValueError, match=r"batch argument 0 .*eqx\.nn\.State.*\(model, state\)"):
         grad_fn(model, {"state": state} if nested else state, X)
 

@@ -8,7 +8,7 @@ import pytest
 
 import eqx_dp as dp
 from tests import models, oracle
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
 CASE = models.linear_regression()
 BATCH = CASE.batch(5)
@@ -75,17 +75,14 @@ def test_inside_scan(clip_norm):
     final, losses = descend(CASE.model, batches)
     model = jax.tree.map(np.asarray, CASE.model)
     for s in range(4):
-        truth = oracle.clipped_gradients(
-            CASE.loss, model, *CASE.batch(3, s), l2_clip_norm=clip_norm
-        )
+        batch = CASE.batch(3, s)
+        truth = oracle.clipped_gradients(CASE.loss, model, *batch, l2_clip_norm=clip_norm)
         assert oracle.relative_error(losses[s], truth.loss) < 1e-5
         model = jax.tree.map(lambda w, g: w - 0.1 * g, model, truth.grads)
     assert oracle.relative_error(final, model) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "method", curated(["per_example", "book_keeping", "ghost"], ["book_keeping", "ghost"])
-)
+@pytest.mark.parametrize("method", curated(METHODS, ["book_keeping", "ghost"]))
 def test_forward_mode(method):
     """How the sum changes with the model, which a search for settings may ask for."""
 

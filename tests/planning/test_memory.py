@@ -46,9 +46,8 @@ def test_a_plan_adds_up():
     given = sizes(model) + parts.optimizer + parts.batch
     assert abs(compiled.arguments - given) < 64
     assert compiled.shared >= 3 * sizes(model)  # the old state gives way to the new
-    assert compiled.total == (
-        compiled.arguments + compiled.results - compiled.shared + compiled.temporary
-    )
+    own = compiled.arguments + compiled.results - compiled.shared
+    assert compiled.total == own + compiled.temporary
     assert plan.total == compiled.total
     assert (plan.method, plan.microbatch_size, plan.num_examples) == ("per_example", 4, 16)
     for word in ("per_example", "sum of parts", "compiled", "microbatch 4"):
@@ -101,9 +100,8 @@ def test_what_is_spread_counts_by_its_part(axis_type):
     model, batch = layers(256, 2)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
     rules = dp.ShardingRules(mesh, params=(("0", P("model")),), accumulators="examples")
-    grad_fn = dp.filter_clipped_grad(
-        layers_loss, l2_clip_norm=1.0, sharding=rules, method="book_keeping"
-    )
+    options = {"l2_clip_norm": 1.0, "sharding": rules, "method": "book_keeping"}
+    grad_fn = dp.filter_clipped_grad(layers_loss, **options)
     noise = dp.gaussian_privatizer(stddev=1.0, key=0, sharding=rules)
     plan = plan_memory(grad_fn, model, batch, optimizer=optax.chain(noise, optax.adam(1e-3)))
     weight = 256**2 * 4

@@ -231,14 +231,13 @@ def test_a_preset_with_one_dtype_changed(load):
 
 def test_what_holds_of_two(files):
     tables = 'params.rounding = "stochastic"\n' + DTYPES.replace("float32", "bfloat16", 1)
-    rules = RULE.replace('"a"', '"head"') + RULE.replace('"a"', '"Linear"').replace(
-        "float32", "float16"
-    )
+    of_linear = RULE.replace('"a"', '"Linear"')
+    rules = RULE.replace('"a"', '"head"') + of_linear.replace("float32", "float16")
     folder = files(
         base='description = "the base"\nmatmul_precision = "highest"\n' + tables + SCALE + rules,
         middle='extends = "base.toml"\n[dtypes]\noptimizer = "bfloat16"',
         top='description = "the top"\nextends = "./middle.toml"\nnarrow_optimizer = true\n'
-        'loss_scale.kind = "none"\n' + RULE.replace('"a"', '"Linear"') + RULE,
+        'loss_scale.kind = "none"\n' + of_linear + RULE,
     )
     policy = load_policy(folder / "top.toml")
     assert policy == parse_policy(

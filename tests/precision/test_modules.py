@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import eqx_dp as dp
 from tests import models, oracle
 from tests.gradients import jitted
-from tests.tiers import curated
+from tests.tiers import METHODS, curated
 
 BF16, F16, F32 = map(jnp.dtype, ("bfloat16", "float16", "float32"))
 # Three dtypes that cannot be mixed up, so that every cast tells which one it was.
@@ -312,7 +312,6 @@ def test_stateful_models():
 
 
 RULED = [policy_of("layers.2=float32"), policy_of("layers.2=bfloat16", base="params=float32")]
-METHODS = ["book_keeping", "ghost", "per_example"]
 
 
 @functools.cache

@@ -103,9 +103,8 @@ def test_noise_is_normal(draws, stddev):
 
 def test_leaves_and_steps_are_independent():
     # Leaves of one size and of several: a key used twice repeats values in the longer one, too.
-    grads = {
-        name: jnp.zeros(size) for name, size in zip("abcd", [2000, 2000, 3000, 1], strict=True)
-    }
+    sizes = {"a": 2000, "b": 2000, "c": 3000, "d": 1}
+    grads = {name: jnp.zeros(size) for name, size in sizes.items()}
     privatizer = gaussian_privatizer(stddev=1.0, key=KEY)
     draws = [
         noise
@@ -128,9 +127,10 @@ def test_leaves_and_steps_are_independent():
 # The noise as a function of key, step and leaf.
 
 
-@pytest.mark.parametrize(
-    ("start", "after"), [((0, 0), (1, 0)), ((LAST, 6), (0, 7)), ((LAST, LAST), (0, 0))]
-)
+COUNTERS = [((0, 0), (1, 0)), ((LAST, 6), (0, 7)), ((LAST, LAST), (0, 0))]
+
+
+@pytest.mark.parametrize(("start", "after"), COUNTERS)
 def test_steps_follow_from_the_state_alone(start, after):
     """Of a privatizer, and of `add_noise`: they draw alike."""
     privatizer = gaussian_privatizer(stddev=1.0)
@@ -138,9 +138,8 @@ def test_steps_follow_from_the_state_alone(start, after):
     noisy, state = privatizer.update(grads, state_at(*start))
     assert (*map(int, state.stream.counter),) == after
     assert state.stream.key == KEY
-    again, stream = jax.jit(functools.partial(add_noise, stddev=1.0))(
-        grads, state_at(*start).stream
-    )
+    drawn = jax.jit(functools.partial(add_noise, stddev=1.0))
+    again, stream = drawn(grads, state_at(*start).stream)
     assert eqx.tree_equal((noisy, state.stream), (again, stream))
 
 
@@ -490,6 +489,5 @@ def test_a_compiled_init_holds_no_secret(key):
     texts = str(traced.jaxpr), traced.lower().as_text(), traced.lower().compile().as_text()
     assert not any(str(word) in text for word in words if word for text in texts)
     inits = privatizer.init, jax.jit(privatizer.init)
-    np.testing.assert_array_equal(
-        *(privatizer.update(jnp.zeros(9), init(jnp.zeros(9)))[0] for init in inits)
-    )
+    noises = [privatizer.update(jnp.zeros(9), init(jnp.zeros(9)))[0] for init in inits]
+    np.testing.assert_array_equal(*noises)

@@ -50,10 +50,8 @@ def test_gradients_are_clipped_after_they_are_scaled():
     x, y = np.random.default_rng(0).normal(size=(2, 8, 5)).astype(np.float32)
     plan = dp.PrivacyPlan(0.1, 10, noise_multiplier=1.0, delta=1e-5)
     loss = lambda w, x, y: jnp.logaddexp(0, x @ w) - y.sum() * (x @ w)  # noqa: E731
-    spec = optimizers.Scaled(eqx.is_inexact_array, False)
-    grad_fn = dp.filter_clipped_grad(
-        optimizers.scaled_loss(loss), l2_clip_norm=0.5, filter_spec=spec
-    )
+    options = {"filter_spec": optimizers.Scaled(eqx.is_inexact_array, False)}
+    grad_fn = dp.filter_clipped_grad(optimizers.scaled_loss(loss), l2_clip_norm=0.5, **options)
     optimizer = optax.chain(plan.privatizer(grad_fn), optimizers.adam_scaled(0.1, 0.25))
 
     def step(model, state, x, y, is_padding_example):

@@ -228,12 +228,11 @@ SENSELESS = {
     "neighboring_relation": ("REPLACE_ONE", 2, None),
     "epsilon": (0, -1, math.nan, math.inf, True, "3", None),
 }
+EACH = [(name, bad) for name, its in SENSELESS.items() for bad in its]
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("name", "bad"), [(name, x) for name, bad in SENSELESS.items() for x in bad]
-)
+@pytest.mark.parametrize(("name", "bad"), EACH)
 def test_refused_by_name(name, bad):
     changed = NUMBERS | {name: bad}
     if name != "epsilon":
@@ -292,9 +291,7 @@ class FakeGradFn:
 @pytest.mark.parametrize("bound", curated([0.5, 3.0], [3.0]))
 def test_privatizer_has_the_plans_noise(relation, bound):
     plan = dataclasses.replace(PLAN, neighboring_relation=relation)
-    key, grads = 1, jnp.zeros(100_000)
-    privatizer = plan.privatizer(FakeGradFn(bound), key)
-    noise, _ = privatizer.update(grads, privatizer.init(grads))
+    noise = noise_of(plan, key=1, bound=bound, size=100_000)
     stddev = 2.0 * bound * (2 if relation is REPLACE_ONE else 1)
     assert float(jnp.std(noise)) == pytest.approx(stddev, rel=0.02)
 
@@ -313,11 +310,9 @@ def sample_of(plan, seed=7, num_examples=10**6, **arguments):
     return indices[~is_padding_example]
 
 
-def noise_of(plan, key=7, grad_fn=None, **arguments):
-    grads = jnp.zeros(1000)
-    privatizer = plan.privatizer(grad_fn or FakeGradFn(1.0), key, **arguments)
-    noise, _ = privatizer.update(grads, privatizer.init(grads))
-    return noise / jnp.std(noise)
+def noise_of(plan, key=7, bound=1.0, size=1000):
+    grads, privatizer = jnp.zeros(size), plan.privatizer(FakeGradFn(bound), key)
+    return privatizer.update(grads, privatizer.init(grads))[0]
 
 
 SPARSE = PrivacyPlan(sampling_prob=1e-4, steps=500, noise_multiplier=2.0, delta=1e-7)
@@ -360,10 +355,8 @@ def test_a_gradient_of_samples_wants_a_mask(wrap):
         jax.tree.map(lambda x: x, grad_fn)(jnp.ones(()), batch)
     with pytest.raises(ValueError, match=r"is_padding_example is missing.*np\.zeros"):
         wrap(lambda *args: grad_fn(*args))(jnp.ones(()), batch)
-    found = wrap(lambda *args: grad_fn(*args, is_padding_example=np.zeros(4, bool)))(
-        jnp.ones(()), batch
-    )
-    assert found == pytest.approx(4.0, rel=1e-5)
+    masked = wrap(lambda *args: grad_fn(*args, is_padding_example=np.zeros(4, bool)))
+    assert masked(jnp.ones(()), batch) == pytest.approx(4.0, rel=1e-5)
 
 
 def test_the_last_example_never_counts_for_padding():

@@ -43,9 +43,8 @@ def by_integral(bins, noise, epsilon):
 @pytest.mark.parametrize("bins", [1, 2, 3])
 def test_delta_of_tiny_cycles_is_that_of_an_integral(bins, noise, epsilon):
     losses = random_allocation.losses(bins, noise, random_allocation.interval(bins, noise))
-    for pmf, exact in zip(
-        (losses._pmf_remove, losses._pmf_add), by_integral(bins, noise, epsilon), strict=True
-    ):
+    found = losses._pmf_remove, losses._pmf_add
+    for pmf, exact in zip(found, by_integral(bins, noise, epsilon), strict=True):
         assert exact * (1 - 1e-6) <= pmf.get_delta_for_epsilon(epsilon) + 1e-14
         assert pmf.get_delta_for_epsilon(epsilon) <= exact * 1.02 + 1e-7
         assert pmf.get_delta_for_epsilon(-700.0) >= 1  # rounding loses no probability
@@ -61,9 +60,8 @@ def test_wider_intervals_and_fewer_bins_cost_more(bins, noise):
     deltas = [random_allocation.losses(count, noise, x) for count, x in changed]
     for less, more in itertools.pairwise(deltas):
         for epsilon in (0.01, 0.1, 1.0, 4.0):
-            assert (
-                less.get_delta_for_epsilon(epsilon) <= more.get_delta_for_epsilon(epsilon) + 1e-15
-            )
+            found = less.get_delta_for_epsilon(epsilon)
+            assert found <= more.get_delta_for_epsilon(epsilon) + 1e-15
     cut = bins * (2 * special.ndtr(-9.5) + 8e-22)  # in the ends of all steps and averages
     assert deltas[0].get_delta_for_epsilon(400.0) >= cut
     assert random_allocation._counted(2**40 + 5) == 2**20
@@ -100,9 +98,8 @@ def test_modes_of_bins_are_no_nearer_than_is_accounted_for(bands, cycle, steps, 
     strategy = dp.Banded.bisr(min(bands, steps))
     plan = dp.PrivacyPlan(None, steps, noise, 1e-5, sampling=BINS(cycle), noise=strategy)
     column = np.pad(strategy.column(steps), (0, steps))[:steps]
-    modes = linalg.toeplitz(column, np.zeros(steps)) @ np.equal.outer(
-        np.arange(steps) % cycle, np.arange(cycle)
-    )
+    bins = np.equal.outer(np.arange(steps) % cycle, np.arange(cycle))
+    modes = linalg.toeplitz(column, np.zeros(steps)) @ bins
     products = modes.T @ modes / noise**2
     (first, *rest) = plan.mechanism().reduced(noise)
     own, shared = first[1] ** -2, sum(x[1] ** -2 for x in rest)
@@ -185,9 +182,10 @@ def test_fixed_size_is_the_amplified_gaussian_and_composes():
     assert dp.compose(plan, plan).epsilon() > plan.epsilon() > plan.epsilon(1)
 
 
-@pytest.mark.parametrize(
-    ("noise", "steps", "share"), curated([(1.0, 50, 0.1), (2.0, 1000, 0.01)], [(2.0, 1000, 0.01)])
-)
+OF_FIXED_SIZE = [(1.0, 50, 0.1), (2.0, 1000, 0.01)]
+
+
+@pytest.mark.parametrize(("noise", "steps", "share"), curated(OF_FIXED_SIZE, OF_FIXED_SIZE[1:]))
 def test_fixed_size_costs_more_than_poisson_and_less_than_by_renyi_divergences(noise, steps, share):
     relation, gaussian = dp.NeighboringRelation.REPLACE_ONE, dp_accounting.GaussianDpEvent(noise)
     kind = dp.sampling.FixedSize(round(1000 * share), 1000)

@@ -171,9 +171,8 @@ def test_taken_examples_are_those_of_the_batch(n, q, pad_to, hosts, shape, dtype
         indices = part.batch(1, peek=True)[0]
         for taken, source in zip(jax.tree.leaves(examples), jax.tree.leaves(sources), strict=True):
             assert (type(taken), taken.dtype) == (type(source), source.dtype)
-            np.testing.assert_array_equal(
-                taken[~is_padding_example], np.asarray(source)[indices[~is_padding_example]]
-            )
+            expected = np.asarray(source)[indices[~is_padding_example]]
+            np.testing.assert_array_equal(taken[~is_padding_example], expected)
             # What adds nothing if the mask is forgotten, where the dtype has it.
             nothing = np.nan if "float" in dtype else 0
             np.testing.assert_array_equal(np.asarray(taken[is_padding_example], float), nothing)

@@ -110,9 +110,10 @@ def noise_of(strategy, steps, stddev=32.0):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", curated(["lambda", "bisr", "bisr, kept", "kept", "both"], ["both"])
-)
+DRAWN = ["lambda", "bisr", "bisr, kept", "kept", "both"]
+
+
+@pytest.mark.parametrize("name", curated(DRAWN, ["both"]))
 def test_noise_is_the_matrix_times_independent_noise(name):
     strategy, kept = STRATEGIES[name], {"bisr, kept": 3, "kept": 2, "both": 1}
     assert strategy.kept == kept.get(name, 0)
@@ -215,9 +216,8 @@ def test_entries_are_paid_for_as_matrices_say(name):
 
 def test_a_calibrated_plan_keeps_to_its_budget_and_is_read_back():
     sampling, noise = dp.sampling.CyclicPoisson(1.0, cycle=6), Banded.bisr(3, keep=True)
-    plan = dp.PrivacyPlan.calibrate(
-        epsilon=2.0, delta=1e-5, steps=60, sampling=sampling, noise=noise
-    )
+    options = {"steps": 60, "sampling": sampling, "noise": noise}
+    plan = dp.PrivacyPlan.calibrate(epsilon=2.0, delta=1e-5, **options)
     assert 1.99 < plan.epsilon() <= 2.0
     again = dp.PrivacyPlan.from_json(plan.to_json())
     assert (again, again.noise.keep) == (plan, True)

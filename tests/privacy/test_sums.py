@@ -73,8 +73,7 @@ FIGURES = [
 
 
 @pytest.mark.parametrize(
-    ("num", "size", "options", "rho"),
-    curated(FIGURES, [FIGURES[0], FIGURES[-1]]),
+    ("num", "size", "options", "rho"), curated(FIGURES, [FIGURES[0], FIGURES[-1]])
 )
 def test_clip_norms_leave_room_for_what_rounding_moves(num, size, options, rho):
     """The figures of the table, and on devices."""

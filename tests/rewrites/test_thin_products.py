@@ -35,9 +35,8 @@ def test_what_is_transposed_goes_into_a_conditional(sizes):
 
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.integers(-2, 3, (5, added, n)), jnp.float32) for n in (rows, columns))
-    np.testing.assert_array_equal(
-        jax.jit(branched)(x, y, True), np.einsum("bij,bik->bkj", x, y) ** 2
-    )
+    expected = np.einsum("bij,bik->bkj", x, y) ** 2
+    np.testing.assert_array_equal(jax.jit(branched)(x, y, True), expected)
 
 
 def attention(model, x):

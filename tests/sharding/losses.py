@@ -14,9 +14,8 @@ AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def mesh_of(kind, **axes):
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AXIS_TYPES[kind],) * len(axes)
-    )
+    kinds = (AXIS_TYPES[kind],) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
 
 
 class Says(NamedTuple):

@@ -32,10 +32,8 @@ def over_both_axes_of_the_mesh(says):
 def in_a_scan(says):
     def loss(w, x):
         def body(carry, x):
-            new = says.constrain(
-                jnp.tanh(carry + says.einsum("bd,df->bf", x, w, P("data"))), P("data")
-            )
-            return new, None
+            new = jnp.tanh(carry + says.einsum("bd,df->bf", x, w, P("data")))
+            return says.constrain(new, P("data")), None
 
         start = says.constrain(jnp.zeros((x.shape[0], 6)), P("data"))
         carry, _ = jax.lax.scan(body, start, jnp.swapaxes(x, 0, 1))
@@ -111,10 +109,8 @@ def test_a_loss_on_one_example_speaks_of_the_other_axes(kind, method):
     def make_loss(says):
         def loss(w, x):
             w = says.constrain(w, P(None, "model"))
-            hidden = says.constrain(
-                jnp.tanh(says.einsum("td,df->tf", x, w, P(None, "model"))), P(None, "model")
-            )
-            return jnp.sum(hidden**2)
+            hidden = jnp.tanh(says.einsum("td,df->tf", x, w, P(None, "model")))
+            return jnp.sum(says.constrain(hidden, P(None, "model")) ** 2)
 
         return loss
 

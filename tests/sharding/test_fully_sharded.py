@@ -16,9 +16,8 @@ from tests import models
 from tests.sharding import fully_sharded_net
 from tests.sharding.fully_sharded_net import SPECS, WIDTH, batch_of, loss, net, rules_of
 from tests.sharding.losses import assert_like_one_device
-from tests.tiers import by_method, curated
+from tests.tiers import METHODS, by_method, curated
 
-METHODS = ("ghost", "book_keeping", "per_example")
 SOME = np.arange(16) % 5 == 0
 
 

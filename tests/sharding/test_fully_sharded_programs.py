@@ -45,10 +45,11 @@ def program(rules, fun, width, batch):
 
 
 def test_a_checkpoint_around_a_scan_keeps_no_whole_parameter():
+    @jax.checkpoint
+    def scanned(x, weights):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
     def fun(weights, x):
-        scanned = jax.checkpoint(
-            lambda x, weights: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
-        )
         return jnp.sum(scanned(x, weights) ** 2)
 
     rules = rules_of(params=(("**", P(None, "data")),))

@@ -220,9 +220,8 @@ def test_the_pad_to_that_is_named_does(examples, num_examples):
     ):
         with pytest.raises(ValueError, match="is_padding_example") as error:
             refuse()
-        pad_to, padded = map(
-            int, re.search(r"(?s)pad_to=(\d+).*here (\d+),", str(error.value)).groups()
-        )
+        numbers = re.search(r"(?s)pad_to=(\d+).*here (\d+),", str(error.value)).groups()
+        pad_to, padded = map(int, numbers)
         assert 0 <= padded - num_examples < rules.num_shards
         rules.check_examples(padded)
         rules.shard_batch(dp.PoissonSampler(100, 0.1, seed=0, pad_to=pad_to).batch(0))

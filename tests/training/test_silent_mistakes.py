@@ -25,9 +25,8 @@ def test_no_printed_form_no_pickle_and_no_error_shows_a_secret(seed):
     state, sampler = step.init(small_model()), step.sampler()
     with pytest.raises(ValueError, match="examples") as error:
         step(state, XS[:4], YS[:3], is_padding_example=MASK[:4])
-    keys = np.concatenate(
-        [jax.random.key_data(k) for k in (state.opt_state[0].stream.key, state.opt_state.key)]
-    )
+    keys = state.opt_state[0].stream.key, state.opt_state.key
+    keys = np.concatenate([jax.random.key_data(key) for key in keys])
     secrets_of_it = [*map(str, keys.tolist()), repr(sampler.seed)[2:10], "key<"]
     secrets_of_it += [] if seed is None else [str(seed)[:10]]
     for one in (step, sampler, state, state.opt_state, state.opt_state.noise):
@@ -113,13 +112,10 @@ def test_the_statement_of_a_model_saved_meanwhile_counts_every_step_that_was_rel
         assert statement["epsilon"] == runs.plan_of().epsilon(statement["steps_released"])
         return {"accuracy": 0.5}
 
-    trainer(
-        tmp_path / "run",
-        evaluate=lambda model: save("evaluate", model),
-        evaluate_every=1,
-        callbacks=[lambda event: save("callback", event.state.model)],
-        save_every=4,
-    ).run(small_model())
+    options = {"evaluate": lambda model: save("evaluate", model), "evaluate_every": 1}
+    callbacks = [lambda event: save("callback", event.state.model)]
+    run = trainer(tmp_path / "run", callbacks=callbacks, save_every=4, **options)
+    run.run(small_model())
     assert counted["callback"] == [4] * 4 + [8] * 4 + [10] * 2
     assert counted["evaluate"] == [4, *counted["callback"]]  # once before the first step
 

@@ -46,9 +46,8 @@ def counted_compilations():
 def test_a_step_is_the_loop_written_out():
     plan, model, steps = runs.plan_of(), small_model(), 4
     adam = optax.adamw(1e-2)
-    grad_fn = dp.filter_clipped_grad(
-        runs.loss, l2_clip_norm=1.0, normalize_by=plan.sampling_prob * NUM_EXAMPLES
-    )
+    expected_batch = plan.sampling_prob * NUM_EXAMPLES
+    grad_fn = dp.filter_clipped_grad(runs.loss, l2_clip_norm=1.0, normalize_by=expected_batch)
     step = seeded(plan, adam)
     optimizer = optax.chain(plan.privatizer(grad_fn), adam)
     sampler = step.sampler()

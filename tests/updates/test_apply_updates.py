@@ -116,9 +116,8 @@ def test_a_paired_model_brings_its_policy():
     updates = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), model)
     expected = dp.apply_updates(model, updates, STOCHASTIC, key=KEY)
     paired = dp.apply_policy(model, STOCHASTIC)
-    found = dp.apply_updates(
-        paired, jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), paired), key=KEY
-    )
+    updates = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), paired)
+    found = dp.apply_updates(paired, updates, key=KEY)
     np.testing.assert_array_equal(found.weight, expected.weight)
     with pytest.raises(ValueError, match="polic"):
         dp.apply_updates(dp.apply_policy(model, NEAREST), updates, STOCHASTIC, key=KEY)

@@ -57,14 +57,12 @@ def test_a_step_holds_it_in_the_declared_dtype(policy, dtype):
 
 def test_narrow_state_is_updated_wide_and_rounded_once():
     """Without noise, the moments after one step are those of float32, rounded."""
-    narrow, wide = (
-        moments(taken(made(policy, plan=NOISELESS), 1)) for policy in (f"c=f32,{NARROW}", "c=f32")
-    )
-    for one, other in zip(narrow, wide, strict=True):
+    policies = f"c=f32,{NARROW}", "c=f32"
+    narrow, wide = (moments(taken(made(policy, plan=NOISELESS), 1)) for policy in policies)
+    pairs = [*zip(narrow, wide, strict=True)]
+    for one, other in pairs:
         np.testing.assert_array_equal(one, other.astype(jnp.bfloat16))
-    assert any(
-        (one.astype(jnp.float32) != other).any() for one, other in zip(narrow, wide, strict=True)
-    )
+    assert any((one.astype(jnp.float32) != other).any() for one, other in pairs)
 
 
 def test_what_an_optimizer_narrows_by_itself_is_refused():
@@ -78,22 +76,18 @@ def test_what_an_optimizer_narrows_by_itself_is_refused():
 @pytest.mark.slow
 def test_the_bits_are_of_the_seed_the_step_and_the_path():
     """What a step makes of its parameters is what `apply_updates` makes with its key."""
-    rate = 2.0**-9
-    step = made(
-        "p=bf16,c=bf16,o=f32,rounding=stochastic",
-        optax.chain(optax.set_to_zero(), optax.add_decayed_weights(-rate)),
-        plan=NOISELESS,
-        loss=lambda model, x, y: 0 * jnp.sum(model(x)),
-    )
+    rate, policy = 2.0**-9, "p=bf16,c=bf16,o=f32,rounding=stochastic"
+    decay = optax.chain(optax.set_to_zero(), optax.add_decayed_weights(-rate))
+    loss = lambda model, x, y: 0 * jnp.sum(model(x))  # noqa: E731
+    step = made(policy, decay, plan=NOISELESS, loss=loss)
     state = step.init(small_model())
     root = fold_text(key_from_secret(step._secret_of(0), "step"), "rounding")
     expected = step.init(small_model()).model
     for t in range(2):
         params = eqx.filter(expected, eqx.is_inexact_array)
         updates = jax.tree.map(lambda x: -rate * x.astype(jnp.float32), params)
-        expected = dp.apply_updates(
-            expected, updates, step.grad_fn.policy, key=jax.random.fold_in(root, t)
-        )
+        key = jax.random.fold_in(root, t)
+        expected = dp.apply_updates(expected, updates, step.grad_fn.policy, key=key)
         state = step(state, XS[:8], YS[:8], is_padding_example=MASK)
     assert_same(state.model, expected)
 
