@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from tests.faults.__main__ import FOLDER, ROOT, read_faults
+from tests.benchmarks.faults import FOLDER, ROOT, read_faults
 
 
 @pytest.mark.parametrize("room", sorted(file.stem for file in FOLDER.glob("*.toml")))
