@@ -4,7 +4,7 @@
     python -m tests.faults privacy    # the rows of privacy.toml
     python -m tests.faults --log FILE # goes on: rows that are red in FILE are not replayed again
 
-A file `ROOM.toml` of `tests/faults` lists faults. Each gives the text that is replaced, which stands
+A file `ROOM.toml` of `tests/faults` lists faults. Each gives the text that is replaced, which is
 in the file exactly once, and one test:
 
     [[fault]]
