@@ -188,6 +188,15 @@ def test_the_recipe_of_cifar10_runs_on_made_up_images(capsys):
     assert "epsilon=8.00 delta=1e-05" in printed
 
 
+@pytest.mark.slow
+def test_a_linear_layer_learns_cifar10_and_bands_learn_mnist(folder, monkeypatch):
+    module = load("cifar10_linear")
+    monkeypatch.setattr(module, "CROPS", 40)
+    assert module.main(["--epsilon", "80"])[80.0][0] > 30  # of ten classes
+    found = load("mnist_correlated").main(["--epsilon", "80", "--data", str(folder)])
+    assert [kind for _, kind in found] == ["independent", "24 bands"]
+
+
 # Steps are private.
 
 

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from eqx_dp.checks.facts import DATA, EVEN, Fact, Reach, Row, Sum, Term
 from eqx_dp.checks.privacy_flow import SECRET
 from eqx_dp.checks.record import is_door
-from eqx_dp.checks.roles import MASK
 from eqx_dp.checks.streams import CALL, EVERY, Key, Stream
 from tests.checks.test_marked import STATE, STREAM, engine, findings, noisy, operands, walked
 
@@ -187,15 +186,6 @@ def test_what_a_loop_goes_over(name):
     total = lambda c, r: (c + r[0], None)  # noqa: E731
     (found,), _ = walked(lambda x: lax.scan(total, np.float32(0), x)[0], (rows, fact))
     assert len(found.turns - frozenset("t")) == is_other
-
-
-@pytest.mark.parametrize("token", [MASK, ("index", "i")])
-def test_parts_of_masks_and_indices_are_masks_and_indices(token):
-    fact = Fact(PROVEN.reach, (Row(6, 0), Row(6, 1)), token=token)
-    told = lambda x: lax.scan(lambda c, r: (c, r[0] < 0), 0, x)[1]  # noqa: E731
-    masked = lambda x: lax.scan(lambda c, r: (c, lax.cond(r[0], lambda: 1, lambda: 0)), 0, x)[1]  # noqa: E731
-    (found,), _ = walked(told if token != MASK else masked, (np.zeros((6, 6), int) > 1, fact))
-    assert found.token is None
 
 
 def test_rows_of_batches_of_indices():
