@@ -87,14 +87,9 @@ def known_of(table: Table) -> Known:
     batch = jax.tree.map(spoiled, case.batch(SIZE))
 
     def truth_at(clip_norm: dict[str, float], padding: np.ndarray) -> oracle.Truth:
-        return oracle.clipped_gradients(
-            case.loss,
-            case.model,
-            *batch,
-            l2_clip_norm=clip_norm,
-            filter_spec=case.filter_spec,
-            is_padding_example=padding,
-        )
+        options = {"l2_clip_norm": clip_norm, "filter_spec": case.filter_spec}
+        given = {"is_padding_example": padding, **options}
+        return oracle.clipped_gradients(case.loss, case.model, *batch, **given)
 
     plain = truth_at(dict.fromkeys(table, np.inf), PADDING)
     lost = ~np.isfinite(np.stack([plain.loss, *plain.grad_norm.values()])).all(0)
@@ -110,12 +105,9 @@ def known_of(table: Table) -> Known:
 def check(its: Known, method: str, microbatch_size: int | None = None) -> Any:
     """Sums, norms and losses are the oracle's, and no example adds more than the clip norm."""
     case, batch, clip_norm, plain, truth, lost = its
+    options = {"filter_spec": case.filter_spec, "microbatch_size": microbatch_size}
     grad_fn = dp.filter_value_and_clipped_grad(
-        case.loss,
-        l2_clip_norm=clip_norm,
-        filter_spec=case.filter_spec,
-        method=method,
-        microbatch_size=microbatch_size,
+        case.loss, l2_clip_norm=clip_norm, method=method, **options
     )
     compiled = eqx.filter_jit(grad_fn)
     found, grads = compiled(case.model, *batch, is_padding_example=PADDING)
@@ -145,13 +137,9 @@ def near(found: Any, expected: np.ndarray, name: str) -> None:
     is_finite = np.isfinite(expected)
     is_finite[BROKEN] = False
     assert not np.asarray(found)[PADDING].any(), name
-    np.testing.assert_allclose(
-        np.asarray(found)[is_finite],
-        expected[is_finite],
-        rtol=TOLERANCE,
-        atol=TOLERANCE * np.max(np.abs(expected[is_finite])),
-        err_msg=name,
-    )
+    its, truth = np.asarray(found)[is_finite], expected[is_finite]
+    error = TOLERANCE * np.max(np.abs(truth))
+    np.testing.assert_allclose(its, truth, rtol=TOLERANCE, atol=error, err_msg=name)
 
 
 CURATED = [name for name in uses.FACTORED if not name.startswith("more ")]
@@ -176,10 +164,9 @@ def test_sums_in_blocks(name, method):
     """More examples at once than one contraction adds up."""
     case = joined(TABLES[name])
     batch = case.batch(2 * BLOCK + 3)
+    options = {"l2_clip_norm": math.inf, "method": method}
     whole, in_parts = (
-        jitted.grad(case.loss, l2_clip_norm=math.inf, method=method, microbatch_size=size)(
-            case.model, *batch
-        )
+        jitted.grad(case.loss, microbatch_size=size, **options)(case.model, *batch)
         for size in (None, BLOCK - 1)
     )
     assert oracle.relative_error(whole, in_parts) < TOLERANCE

@@ -100,9 +100,8 @@ def test_on_any_mesh(name, method):
     assert_like_one_device(loss, net(), batch_of(16), MESHES[name](), **options)
 
 
-FROZEN = eqx.tree_at(
-    lambda model: (model.bias, model.head), jax.tree.map(lambda _: False, net()), (True, True)
-)
+NOTHING = jax.tree.map(lambda _: False, net())
+FROZEN = eqx.tree_at(lambda model: (model.bias, model.head), NOTHING, (True, True))
 OPTIONS = {
     "plain": {"padding": SOME},
     "microbatches": {"padding": SOME, "microbatch_size": 1},
@@ -194,14 +193,7 @@ def test_adapters_aux_and_random_keys(method):
     low = models.normal(keys[0], (fully_sharded_net.LAYERS, WIDTH, 2))
     model = net(), low, models.normal(keys[1], (fully_sharded_net.LAYERS, 2, 2 * WIDTH))
     specs = tuple((f"0.{pattern}", spec) for pattern, spec in SPECS)
-    assert_like_one_device(
-        fun,
-        model,
-        batch_of(8),
-        rules_of(params=(("1", P(None, "data")), ("2", P(None, None, "data")), *specs)),
-        key=jax.random.key(5),
-        method=method,
-        microbatch_size=1,
-        has_aux=True,
-        filter_spec=(jax.tree.map(lambda _: False, net()), True, True),
-    )
+    rules = rules_of(params=(("1", P(None, "data")), ("2", P(None, None, "data")), *specs))
+    options = {"method": method, "microbatch_size": 1, "filter_spec": (NOTHING, True, True)}
+    given = {"key": jax.random.key(5), "has_aux": True, **options}
+    assert_like_one_device(fun, model, batch_of(8), rules, **given)

@@ -75,11 +75,10 @@ class Host(NamedTuple):
             "jax_persistent_cache_min_compile_time_secs": 0,
             "jax_persistent_cache_min_entry_size_bytes": 0,
         }
-        if self.number > 1:
-            names["jax_cpu_collectives_implementation"] = "gloo"
         for name, value in names.items():
             jax.config.update(name, value)
         if self.number > 1:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
             where = f"127.0.0.1:{self.port}"
             options = {"heartbeat_timeout_seconds": 10}
             jax.distributed.initialize(where, self.number, self.index, **options)

@@ -81,9 +81,8 @@ def test_killed_at_random_moments(kills, hosts, is_store, seed, fleet, tmp_path)
             number += 1
             place = Place(tmp_path / str(number), is_store)
     ends(fleet, place, hosts)
-    everything = [
-        noise for one in range(number + 1) for noise in Place(tmp_path / str(one)).recording.noises
-    ]
+    places = [Place(tmp_path / str(one)) for one in range(number + 1)]
+    everything = [noise for one in places for noise in one.recording.noises]
     assert len(set(everything)) == len(everything) > STEPS / 2
 
 

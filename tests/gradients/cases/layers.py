@@ -45,10 +45,7 @@ ALL = {"stride": 2, "padding": 1, "dilation": 2, "groups": 2}
 CROSS = partial(
     nn.MultiheadAttention,
     *(2, 4, 3, 5, 6, 3, 2),
-    use_query_bias=True,
-    use_key_bias=True,
-    use_value_bias=True,
-    use_output_bias=True,
+    **{f"use_{part}_bias": True for part in ("query", "key", "value", "output")},
 )
 NOT_THE_STATE = (eqx.is_inexact_array, False)
 
@@ -60,9 +57,7 @@ LINEAR: Table = {
     "embedding": of_module(
         lambda key: nn.Embedding(7, 3, key=key), Rows(4, (6,)), loss=over_tokens
     ),
-    "attention": of_module(
-        lambda key: nn.MultiheadAttention(2, 4, key=key), (3, 4), loss=causal
-    ),
+    "attention": of_module(lambda key: nn.MultiheadAttention(2, 4, key=key), (3, 4), loss=causal),
     "attention_cross": of_module(lambda key: CROSS(key=key), (2, 4), (3, 3), (3, 5)),
     "gru_scan": of_module(lambda key: nn.GRUCell(3, 2, key=key), (4, 3), (2,), loss=over_time),
     "lstm_scan": of_module(

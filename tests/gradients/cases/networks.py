@@ -25,15 +25,9 @@ def use_shared(m: Any, tokens: Array) -> Array:
 
 def differential(adjoint: Any) -> Callable[..., Array]:
     def solve(m: Any, x: Array) -> Array:
-        solution = diffrax.diffeqsolve(
-            diffrax.ODETerm(lambda t, y, args: args(y)),
-            diffrax.Heun(),
-            *(0.0, 1.0, 0.25, m["start"](x)),
-            args=m["field"],
-            adjoint=adjoint,
-            max_steps=16,
-            throw=False,
-        )
+        term, solver = diffrax.ODETerm(lambda t, y, args: args(y)), diffrax.Heun()
+        options = {"args": m["field"], "adjoint": adjoint, "max_steps": 16, "throw": False}
+        solution = diffrax.diffeqsolve(term, solver, 0.0, 1.0, 0.25, m["start"](x), **options)
         return m["end"](solution.ys[-1])
 
     return solve
