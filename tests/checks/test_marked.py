@@ -317,6 +317,7 @@ LOST = {
     "a constant key": ({"state": [Fact(token=CONSTANT), *STREAM[1:]]}, True),
     "no stream": ({"state": [Fact()] * 3}, False),
     "of two streams": ({"state": [*STREAM[:2], Fact(token=Stream(8, 2))]}, False),
+    "data for a counter": ({"state": [STREAM[0], Fact(PRIVATE), STREAM[2]]}, False),
     "in another order": ({"state": [STREAM[0], STREAM[2], STREAM[1]]}, False),
     "in a branch": ({"function": in_a_branch}, False),
     "several of one sum": (
