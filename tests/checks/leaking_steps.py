@@ -21,7 +21,6 @@ from tests.checks.honest_steps import REPLACE_ONE, ensemble, is_matrix
 from tests.checks.privacy_steps import (
     NOISE,
     OPTIMIZER,
-    PLAN,
     SECRET,
     SLOTS,
     STDDEV,
@@ -419,19 +418,6 @@ KEPT_NOISE = {
 
 # Data sets that are looked up or closed over, parts of batches and batches in loops.
 
-INDEX, OTHER_INDEX = jnp.arange(5), jnp.arange(5)[::-1]
-TABLES = {"batch": (XS, YS, INDEX, OTHER_INDEX, jnp.zeros(5, bool)), "private": (2, 3, 4, 5, 6)}
-
-
-def of_tables(chosen):
-    """The engine on rows that `chosen(x, y, index, other)` looks up in the data set."""
-
-    def noisy(at):
-        x, y = chosen(at.x, at.y, at.mask, at.more[0])
-        return at.noised(at.use(x=x, y=y, mask=at.more[1]).sum())
-
-    return step_of(noisy, **TABLES)
-
 
 def rows_of_a_user():
     """Four rows of a user are clipped one by one, and the plan's unit is the user."""
@@ -454,20 +440,6 @@ def of_a_batch(divided, batch):
         return steps.updated(model, state._replace(stream=at.noise.state), noisy)
 
     return steps.by_hand(step, batch=({"x": XS, "mask": MASK} | batch,), private=(2,))
-
-
-def data_set_closed_over():
-    """All rows are constants; the sampler says how many there are."""
-    rows = np.random.default_rng(0).normal(size=(steps.NUM_EXAMPLES, WIDTH)).astype(np.float32)
-    sampler = PLAN.sampler(steps.NUM_EXAMPLES, seed=1)
-    centered = lambda at: at.use(x=at.x - jnp.mean(rows, 0))  # noqa: E731
-    return prepared_by(centered, more={"sampler": sampler})
-
-
-LOOKED_UP = {
-    "two_indices": lambda x, y, i, p: (x[i], y[p]),
-    "rows_as_they_came_beside_an_index": lambda x, y, i, p: (x[i], y[:5]),
-}
 
 
 def two_totals(at, turn):
@@ -605,7 +577,6 @@ EACH = {
     "size_as_a_number": lambda: of_a_batch(
         lambda noisy, batch: scaled(1 / batch["size"], noisy), {"size": 5}
     ),
-    "data_set_closed_over": data_set_closed_over,
     "column_of_features_as_mask": lambda: prepared_by(
         lambda at: at.use(mask=at.more[0][:, 0]), jnp.ones((SLOTS, 2), bool), private=(2, 3, 5)
     ),
@@ -626,6 +597,5 @@ LEAKING = steps.cases(
     (step_of, NOISED),
     (steps.with_a_number, NUMBERED),
     (steps.carrying, CARRYING),
-    (of_tables, LOOKED_UP),
     (step_of, LOOPS),
 )

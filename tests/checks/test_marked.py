@@ -48,6 +48,8 @@ def rows(*places, reach=PRIVATE, turns=(), token=None):
 
 A_MASK = rows(ROW._replace(chosen_by=ANY), token=MASK)
 CHOSEN = ROW._replace(chosen_by="i")
+A_MASK_OF_TURNS = rows(STACKED, turns=("scan",), token=MASK)
+CHANGING = rows(EVEN, reach=Reach(), turns=("scan",))
 EXAMPLES = {  # facts about arguments, and about the mask: the rows, or a word of what is wrong
     "rows": ([rows(ROW)], [A_MASK], ROW),
     "rows without a mask": ([rows(ROW), rows(ROW, None)], [], ROW),
@@ -63,20 +65,17 @@ EXAMPLES = {  # facts about arguments, and about the mask: the rows, or a word o
     "half a stack": ([rows(STACKED._replace(turns=()))], [], "apart before"),
     "other rows": ([rows(ROW), rows(Row(5, 0))], [], "hold other rows"),
     "chosen and not": ([rows(ROW), rows(CHOSEN)], [], "hold other rows"),
+    "chosen by two": ([rows(CHOSEN), rows(ROW._replace(chosen_by="j"))], [], "hold other rows"),
     "a mask alone": ([rows(EVEN, reach=Reach())], [A_MASK], "is private but its mask"),
     "a mask of numbers": ([rows(ROW)], [rows(ROW)], "mask is not proven"),
     "a mask of others": ([rows(ROW)], [rows(Row(5, 0), token=MASK)], "mask is not proven"),
     "a mask of an index": ([rows(ROW)], [rows(CHOSEN, token=MASK)], "mask is not proven"),
     "in turns of a loop around": ([rows(STACKED, turns=("around",))], [], STACKED),
     "two turns": ([rows(STACKED, turns=("scan",))], [], "of another turn"),
-    "a mask of two turns": (
-        [rows(STACKED)], [rows(STACKED, turns=("scan",), token=MASK)], "of another turn",
-    ),
-    "what changes": ([rows(STACKED), rows(EVEN, reach=Reach(), turns=("scan",))], [], STACKED),
-    "what changes with parts": (
-        [rows(PART), rows(EVEN, reach=Reach(), turns=("scan",))], [], "meet other values",
-    ),
-}  # fmt: skip
+    "a mask of two turns": ([rows(STACKED)], [A_MASK_OF_TURNS], "of another turn"),
+    "what changes": ([rows(STACKED), CHANGING], [], STACKED),
+    "what changes with parts": ([rows(PART), CHANGING], [], "meet other values"),
+}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -313,6 +312,7 @@ def in_a_branch(leaf, other, *state):
     )
 
 
+OF_STREAMS = jax.vmap(noisy, (None, None, 0, 0, 0))
 LOST = {
     "a constant key": ({"state": [Fact(token=CONSTANT), *STREAM[1:]]}, True),
     "no stream": ({"state": [Fact()] * 3}, False),
@@ -320,10 +320,8 @@ LOST = {
     "data for a counter": ({"state": [STREAM[0], Fact(PRIVATE), STREAM[2]]}, False),
     "in another order": ({"state": [STREAM[0], STREAM[2], STREAM[1]]}, False),
     "in a branch": ({"function": in_a_branch}, False),
-    "several of one sum": (
-        {"function": jax.vmap(noisy, (None, None, 0, 0, 0)), "copied": (2, 3, 4)}, False,
-    ),
-}  # fmt: skip
+    "several of one sum": ({"function": OF_STREAMS, "copied": (2, 3, 4)}, False),
+}
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -337,8 +335,7 @@ def test_noise_that_is_lost(name):
 
 
 def test_several_noises_of_public_values():
-    mapped = jax.vmap(noisy, (None, None, 0, 0, 0))
-    facts, record = of_noise(mapped, leaf=PUBLIC, copied=(2, 3, 4))
+    facts, record = of_noise(OF_STREAMS, leaf=PUBLIC, copied=(2, 3, 4))
     assert facts[0] == Fact(RANDOM)
     assert not record.found
 
