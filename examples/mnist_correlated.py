@@ -74,7 +74,7 @@ def main(words: list[str] | None = None) -> dict[tuple[float, str], np.ndarray]:
     """Returns accuracies of each epsilon and kind of noise: one a seed, or rates x seeds."""
     arguments: Any = parse_arguments(words)
     data = load_images(arguments.data)
-    data[::2] = [np.float32(x[:, None]) / 255 for x in data[::2]]
+    data[::2] = [x[:, None].astype(np.float32) / 255 for x in data[::2]]
     if arguments.choose:
         order = np.random.default_rng(0).permutation(len(data[0]))
         held_out, kept = order[:HELD_OUT], order[HELD_OUT:]
