@@ -145,13 +145,13 @@ def operands(w=MODEL, y=LABELS, x=ROWS, mask=A_MASK):
 
 def test_a_call_gives_sums_of_its_bound():
     (found,), record = walked(engine(), *operands())
-    assert not record.found
-    assert record.trained == {3}
+    assert (record.found, record.trained) == ({}, {3})
     ((name, source),) = record.sources.items()
     assert source.bound == pytest.approx(0.5)
     assert (source.batches, source.unit) == (frozenset(), None)
     assert found == Fact(sum=Sum((Term((name, 0), 1.0),)))
-    assert not record.unmasked
+    _, record = walked(engine(), *operands(y=rows(Row(5, 0))))
+    assert findings(record) == [("examples apart", False)]
 
 
 def test_calls_on_public_values_and_with_private_models():
