@@ -164,8 +164,7 @@ def test_an_encoder_is_fine_tuned_and_saved_with_its_statement(tmp_path, monkeyp
 
 def test_cifar10_is_read_from_the_binary_files(tmp_path):
     module = load("cifar10")
-    rng = np.random.default_rng(0)
-    rows = rng.integers(0, 10, (12, module.RECORD)).astype(np.uint8)
+    rows = np.random.default_rng(0).integers(0, 10, (12, module.RECORD)).astype(np.uint8)
     for i, name in enumerate([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]):
         rows[2 * i : 2 * i + 2].tofile(tmp_path / name)
     images, labels, test, test_labels = module.load_images(tmp_path, 0)

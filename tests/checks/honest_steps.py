@@ -49,7 +49,6 @@ REPLACE_SPECIAL = steps.plan_under(NeighboringRelation.REPLACE_SPECIAL)
 EVERY_EXAMPLE = steps.plan_under(NeighboringRelation.ADD_OR_REMOVE_ONE, sampling_prob=1.0)
 PRESETS = sorted({*dp.available_policies()} - {"float64"})
 METHODS = ("book_keeping", "ghost", "per_example")
-SECRET_KEY = jax.random.key(3)
 
 
 def is_matrix(leaf):
@@ -252,8 +251,6 @@ WITH_A_NUMBER = {
     ),
 }
 
-EPOCHS = {"epoch": At.noised}
-
 
 # What is shown or kept beside a step.
 
@@ -321,7 +318,7 @@ def rules_and_the_plan():
     return case._replace(args=(rules.shard(model), state, *rules.shard_batch(tuple(batch))))
 
 
-BACKBONE = eqx.nn.MLP(WIDTH, WIDTH, 4, 1, key=SECRET_KEY)
+BACKBONE = eqx.nn.MLP(WIDTH, WIDTH, 4, 1, key=jax.random.key(3))
 PREPARED = {
     "normalized_by_constants": lambda at: at.use(x=(at.x - jnp.arange(WIDTH)) / 0.3),
     "normalized_each_by_itself": lambda at: at.use(x=normalized(at.x)),
@@ -420,7 +417,7 @@ HONEST = steps.cases(
     (steps.noised_by, NOISED_BY),
     (step_of, STEP_OF),
     (steps.with_a_number, WITH_A_NUMBER),
-    (steps.epoch_by, EPOCHS),
+    (steps.epoch_by, {"epoch": At.noised}),
     (steps.beside, BESIDE),
     (steps.keeping, KEEPING),
     (steps.prepared_by, PREPARED),

@@ -110,7 +110,6 @@ PREPARED = {
     "slot_as_a_feature": lambda at: at.use(x=at.x.at[:, 0].set(NUMBERS)),
     # Rows of a unit matrix are added, as positions in a sequence are.
     "codes_of_slots_added": lambda at: at.use(x=at.x + jnp.eye(SLOTS, WIDTH)),
-    "centered_by_a_constant_batch": lambda at: at.use(x=at.x - XS.mean(0)),
     # Slot i is multiplied by the same number in every step, and that number is a constant.
     "constant_random_numbers": lambda at: at.times(normal(jax.random.key(0), (SLOTS,))),
     # The targets are not named private, but a slot's is that of whoever stands there.

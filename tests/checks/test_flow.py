@@ -39,8 +39,8 @@ def of_numbers(function, *facts):
 
 
 def test_a_barrier_changes_nothing():
-    found, _ = of_numbers(lambda *x: lax.optimization_barrier(x), LEAF, PROVEN, STREAM[0])
-    assert found == [LEAF, PROVEN, STREAM[0]]
+    facts = [LEAF, PROVEN, STREAM[0]]
+    assert of_numbers(lambda *x: lax.optimization_barrier(x), *facts)[0] == facts
 
 
 @pytest.mark.parametrize(("part", "is_secret"), [(0, True), (1, False), (3, True)])
@@ -121,12 +121,11 @@ def test_a_sum_beside_private_data_is_none():
 
 def test_of_a_shard_map_by_hand_nothing_private_is_known():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
-    spread = jax.shard_map(lambda x, y: (x + 1, y + 1), mesh=mesh, in_specs=P(), out_specs=P())
-    (first, second), _ = of_numbers(spread, ROWS, TURNING)
+    spread = jax.shard_map(lambda *values: values, mesh=mesh, in_specs=P(), out_specs=P())
+    (first, second, *others), _ = of_numbers(spread, ROWS, TURNING, STREAM[0], LEAF)
     assert "shard_map by hand" in first.reach.why
-    assert not first.places
-    assert second.is_public
-    assert second.turns == frozenset("t")
+    assert (first.places, second.is_public, second.turns) == ((), True, frozenset("t"))
+    assert not any(fact.is_public or isinstance(fact.token, Stream) for fact in others)
 
 
 # Branches.
@@ -142,6 +141,8 @@ def test_a_branch_that_public_values_choose():
     assert found == LEAF
     (found,), _ = of_numbers(choose, PUBLIC, LEAF, PUBLIC)
     assert "one of several values" in found.reach.why
+    (found,), _ = of_numbers(lambda x: lax.platform_dependent(x, default=jnp.sin), PUBLIC)
+    assert found.is_public  # a choice of one
     for fact, is_decided in ((PROVEN, True), (PERHAPS, False)):
         (found,), doors = of_numbers(choose, fact, PUBLIC, PUBLIC)
         assert doors == [("side door", is_decided)]
@@ -295,5 +296,8 @@ def test_streams_that_a_loop_carries():
     other = [Fact(token=Stream(8, part)) for part in range(3)]
     *_, facts = streams_of(lambda *both: (*both[3:], *both[:3]), (STREAM, other))
     assert {fact.reach.why for fact in facts} == {SECRET}
+    exchanged = lambda c, _: ((c[0], c[2], c[1]), c[1] + 1)  # noqa: E731
+    (*_, read), _ = walked(lambda *state: lax.scan(exchanged, state, length=2), *known)
+    assert read.reach.why == SECRET
     *_, facts = streams_of(lambda a, b, c: (a, c, b))
     assert [fact.reach.why for fact in facts] == ["", SECRET, SECRET]

@@ -1,6 +1,4 @@
-"""The table of faults can be replayed: each text is there once, and each test exists."""
-
-import pathlib
+"""Each planted fault can be planted: its text is there once, and so is the function of its test."""
 
 import pytest
 
@@ -11,4 +9,4 @@ from tests.benchmarks.faults import FOLDER, ROOT, read_faults
 def test_each_fault_can_be_planted(room):
     for fault in read_faults(room):
         file, _, test = fault.test.partition("::")
-        assert f"def {test.partition('[')[0]}(" in pathlib.Path(ROOT, file).read_text(), fault.what
+        assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), fault.what

@@ -28,21 +28,6 @@ STEP = make()  # compiled once for this file
 PLAN = STEP.plan
 
 
-@pytest.fixture(scope="module", autouse=True)
-def checked_once():
-    """The checks of a step say the same at each start of it, and have tests of their own."""
-    checks, said = dp.Trainer._checks, {}
-
-    def once(trainer, first):
-        if trainer._step not in said:
-            said[trainer._step] = checks(trainer, first)
-        return said[trainer._step]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dp.Trainer, "_checks", once)
-        yield
-
-
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """A directory whose two starts took 4 and 2 steps, with checkpoints of 2, 4 and 6."""
