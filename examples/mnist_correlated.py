@@ -32,8 +32,6 @@ DELTA, BATCH, EPOCHS, CLIP_NORM, BANDS = 1e-5, 250, 3, 1.0, 24
 HELD_OUT, FIRST_CHOSEN = 10_000, 100
 """Rates are chosen on the seeds from this one on. Figures are of the seeds from 0 on."""
 TRIED = [1.0, 2.0, 4.0, 8.0]
-
-
 RATES = {1.0: 2.0, 3.0: 4.0}
 """First rates, by epsilon: that of the nearest one is taken. Of those tried they served best."""
 KINDS = {"independent": 1, f"{BANDS} bands": BANDS}
