@@ -153,7 +153,7 @@ def test_noise_that_is_less_than_the_plan_has():
     assert [one[:2] for one in findings] == [("noise", False)]
 
 
-def test_what_the_plan_does_not_say():
+def test_correlation_unit_and_padding_are_the_plans():
     _, findings = said(record_of(released(correlation=dp.Banded.bisr(2))))
     ((rule, is_decided, _, found),) = findings
     assert (rule, is_decided) == ("noise", True)

@@ -110,6 +110,3 @@ def test_agrees_with_the_oracle(name, method):
         leaf.dtype if leaf.dtype != np.float64 else np.float32
         for leaf in jax.tree.leaves(truth.aux)
     ]
-
-
-# Keys
