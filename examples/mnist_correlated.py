@@ -8,9 +8,9 @@ sampling and independent noise, at the same epsilon.
 
 Rates fall to 0. The first ones, at epsilon 1 and 3, were chosen on 10,000 training images that were
 held out (`--choose`, one seed), with the other 50,000 to train on: on private data each of these
-runs costs its epsilon. Of 8, 16, 24, 40 and 60 bands, 24 have the least `plan.error()` at epsilon 3:
-that comparison needs no data. Without `--choose` all 60,000 images are trained on, and accuracy is
-that on the test images. It needs the extras `data` and `mechanisms`.
+runs costs its epsilon. Of 8, 16, 24, 40 and 60 bands, 24 have the least `plan.error()` at epsilon
+3: that comparison needs no data. Without `--choose` all 60,000 images are trained on, and accuracy
+is that on the test images. It needs the extras `data` and `mechanisms`.
 
     python examples/mnist_correlated.py --epsilon 3 8 --data FOLDER
 """

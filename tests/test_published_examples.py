@@ -193,7 +193,7 @@ def test_a_linear_layer_learns_cifar10_and_bands_learn_mnist(folder, monkeypatch
     monkeypatch.setattr(module, "CROPS", 40)
     assert module.main(["--epsilon", "80"])[80.0][0] > 30  # of ten classes
     found = load("mnist_correlated").main(["--epsilon", "80", "--data", str(folder)])
-    assert [kind for _, kind in found] == ["independent", "24 bands"]
+    assert [runs.min() > 90 for runs in found.values()] == [True, True]  # both kinds of noise
 
 
 # Steps are private.
